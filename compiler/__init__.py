@@ -1,0 +1,1 @@
+"""The search: agents, board, candidates, validation. It knows engines by `engines.engine` only."""

@@ -1,0 +1,1 @@
+"""Who proposes. Everything here keeps `compiler.bench.Agent`."""

@@ -1,0 +1,1 @@
+"""One engine protocol (`engines.engine`) and those who keep it."""
