@@ -87,7 +87,9 @@ class Candidate:
     change: Portfolio
     stage: Stage = Stage.PROPOSED
     story: tuple[Line, ...] = ()
-    gain: float | None = None  # 0.12: 12 % more tokens/s than stock in the last timing; None before it
+    gain: float | None = (
+        None  # 0.12: 12 % more tokens/s than stock in the last timing; None before it
+    )
 
     def after(self, event: Event, at: float, note: str = "") -> Candidate:
         """The candidate one event later. Raises `WrongEvent`, naming what happened so far."""
@@ -95,6 +97,7 @@ class Candidate:
         if stage is None:
             so_far = " → ".join(line.event for line in self.story) or "nothing yet"
             raise WrongEvent(
-                f"candidate {self.id} is {self.stage} and cannot take {event.value!r} (so far: {so_far})"
+                f"candidate {self.id} is {self.stage} and cannot take {event.value!r} "
+                f"(so far: {so_far})"
             )
         return replace(self, stage=stage, story=(*self.story, Line(at, event, stage, note)))

@@ -1,1 +1,4 @@
-"""Has the traffic changed enough to matter? Pure: profiles in, verdicts out; time is an argument."""
+"""Has the traffic changed enough to matter? Pure: profiles in, verdicts out.
+
+Time is an argument.
+"""

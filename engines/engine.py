@@ -2,37 +2,37 @@
 
 **A forward pass** is one Python file in plain text::
 
-    TARGETS = {"cls:Qwen3MoeSparseMoeBlock": "moe"}   # module class, or path pattern -> function below
-    WHEN = {"num_tokens": (1, 16)}                    # optional guard, inclusive, scheduled tokens without padding
-    def prepare(module): ...                          # optional, once per module: repack weights into buffers
-    def moe(self, hidden_states): ...                 # same signature as the forward it replaces
+    TARGETS = {"cls:Qwen3MoeSparseMoeBlock": "moe"}  # class or path pattern -> function below
+    WHEN = {"num_tokens": (1, 16)}  # optional guard: scheduled tokens, no padding, inclusive
+    def prepare(module): ...  # optional, once per module: repack weights into static buffers
+    def moe(self, hidden_states): ...  # same signature as the forward it replaces
 
-`ORIG(self, ...)` is in the file's globals and calls the *stock* forward of the same module, never an
-earlier candidate; so does a batch outside `WHEN`. `TARGETS` keys are `cls:` exact class names or
+`ORIG(self, ...)` is in the file's globals and calls the *stock* forward of the same module, never
+an earlier candidate; so does a batch outside `WHEN`. `TARGETS` keys are `cls:` exact class names or
 `path:` fnmatch patterns over module paths.
 
-**What a swappable module sees** is vLLM's shape of the world, so that a forward pass moves from the
+**What a swappable module sees** is vLLM's shape of the world: a forward pass moves from the
 embedded engine to vLLM. Hidden states are flat, [num_tokens, hidden_size], all requests of the step
 one after the other. Classes, attributes, arguments (shapes in brackets):
 
-- `RMSNorm.forward(x, residual=None)`: `weight` [hidden_size], `variance_epsilon`. Without a residual
-  returns the norm; with one returns `(norm(x + residual), x + residual)`.
+- `RMSNorm.forward(x, residual=None)`: `weight` [hidden_size], `variance_epsilon`. Without a
+  residual returns the norm; with one returns `(norm(x + residual), x + residual)`.
 - `Qwen3MoeDecoderLayer | LlamaDecoderLayer.forward(positions, hidden_states, residual)` returns
   `(hidden_states, residual)`: `input_layernorm`, `self_attn`, `post_attention_layernorm`, `mlp`.
-- `Qwen3MoeAttention | LlamaAttention.forward(positions, hidden_states)`: `qkv_proj`, `q_norm`, `k_norm`
-  (Qwen3 only, over head_dim), `rotary_emb(positions, q, k)`, `attn`, `o_proj`; `num_heads`,
-  `num_kv_heads`, `head_dim`, `q_size`, `kv_size`, `scaling`.
-- `Attention.forward(query, key, value)` [num_tokens, num_heads * head_dim], writes key and value into
-  the paged cache, returns [num_tokens, num_heads * head_dim]: `layer_name`, `num_heads`,
+- `Qwen3MoeAttention | LlamaAttention.forward(positions, hidden_states)`: `qkv_proj`, `q_norm` and
+  `k_norm` (Qwen3 only, over head_dim), `rotary_emb(positions, q, k)`, `attn`, `o_proj`;
+  `num_heads`, `num_kv_heads`, `head_dim`, `q_size`, `kv_size`, `scaling`.
+- `Attention.forward(query, key, value)` [num_tokens, num_heads * head_dim], writes key and value
+  into the paged cache, returns [num_tokens, num_heads * head_dim]: `layer_name`, `num_heads`,
   `num_kv_heads`, `head_size`, `scale`.
 - `Qwen3MoeSparseMoeBlock.forward(hidden_states)`: `gate` [num_experts, hidden_size], `experts`.
-  `FusedMoE` (`experts`): `w13_weight` [num_experts, 2 * intermediate, hidden_size] (gate rows, then up
-  rows), `w2_weight` [num_experts, hidden_size, intermediate], `top_k`, `renormalize`,
+  `FusedMoE` (`experts`): `w13_weight` [num_experts, 2 * intermediate, hidden_size] (gate rows, then
+  up rows), `w2_weight` [num_experts, hidden_size, intermediate], `top_k`, `renormalize`,
   `forward(hidden_states, router_logits)`.
 - `LlamaMLP | Qwen3MoeMLP.forward(x)`: `gate_up_proj`, `down_proj`, `act_fn` (`SiluAndMul`).
 - linear layers return `(output, None)` as vLLM's do, and hold `weight` [out, in].
 
-`from engines.inside.step import step`: `step()` gives the running step's `StepView`, in both worlds.
+`from engines.inside.step import step`: `step()` is the running step's `StepView`, in both worlds.
 
 Timing is nobody's business here: an engine runs steps and returns outputs; whoever holds the clock
 brackets the call.
@@ -97,7 +97,7 @@ class ForwardPass:
 
     @classmethod
     def from_source(cls, source: str) -> ForwardPass:
-        """Parse a candidate. Raises `CandidateError` with the line when it does not keep the contract."""
+        """Parse a candidate. Raises `CandidateError` with the line that breaks the contract."""
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -296,7 +296,7 @@ class Engine(Protocol):
         """Wait until nothing runs or waits. False when the deadline passed first."""
 
     def steps(self) -> tuple[StepSample, ...]:
-        """Steps since the last call, oldest dropped first when there were too many; live traffic only."""
+        """Steps of live traffic since the last call; when there are too many, the oldest go."""
 
     def close(self) -> None:
         """Let go of the connection. The engine runs on."""

@@ -1,1 +1,4 @@
-"""What the traffic is: samples, sketches, windows, and real requests kept for replay. Pure values, no I/O."""
+"""What the traffic is: samples, sketches, windows, real requests for replay.
+
+Pure values, no I/O, no clock of its own.
+"""

@@ -19,7 +19,7 @@ class WorkloadKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request to replay. The output is forced, so that every forward pass does the same work."""
+    """One request to replay. Outputs are forced: every forward pass does the same work."""
 
     prompt_token_ids: tuple[int, ...]  # at least one
     output_token_ids: tuple[int, ...]  # at least one

@@ -42,7 +42,7 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One engine step. `expert_load` is int64[num_moe_layers, num_experts]: tokens routed, padding excluded."""
+    """One engine step. `expert_load` is int64[num_moe_layers, num_experts], padding excluded."""
 
     num_running: int
     num_waiting: int

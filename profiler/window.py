@@ -13,7 +13,8 @@ PROFILE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TrafficProfile:
-    """One window of one tenant ("" is all). Percentiles are over finished requests of the stable arm.
+    """One window of one tenant ("" is all). Percentiles are over finished
+    requests of the stable arm.
 
     `features` is float64[num_requests, len(FEATURES)], the rows a learned detector trains on; it is
     not exported.

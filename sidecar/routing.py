@@ -38,7 +38,9 @@ class RoutingTable:
         if not self.stable:
             raise ValueError(f"routing table {self.version} has no stable upstream")
         if not 0.0 <= self.weight <= 1.0:
-            raise ValueError(f"routing table {self.version}: weight {self.weight} is not within 0-1")
+            raise ValueError(
+                f"routing table {self.version}: weight {self.weight} is not within 0-1"
+            )
         if self.weight > 0 and not self.canary:
             raise ValueError(f"routing table {self.version}: weight {self.weight} but no canary")
 

@@ -96,8 +96,8 @@ TRAIN_BYTES, HELD_OUT_BYTES, VOCABULARY_BYTES = 8_000_000, 120_000, 1_000_000
 """Text taken from each domain: to train on, to measure on, to learn the vocabulary from."""
 HELD_OUT_PERCENT, HELD_OUT_CHARS = 5, 6_000
 """Share of documents held out, and how much of the start of each is measured."""
-ROW, ROWS_PER_DOMAIN = 512, 1
-PEAK_LR, WARMUP_STEPS, BALANCE, CLIP = 4e-3, 100, 0.01, 1.0
+ROW, ROWS_PER_DOMAIN, EVAL_ROWS = 512, 1, 8
+PEAK_LR, WARMUP_STEPS, BALANCE, CLIP = 4e-3, 60, 0.01, 1.0
 CHECKPOINT_S = 180.0
 
 TURNS = re.compile(
@@ -183,7 +183,12 @@ def as_turns(document: str) -> str:
 
 
 def _framed(documents: list[str]) -> list[str]:
-    return [as_turns(d) if _digest(d)[-1] % 4 == 0 and TURN_START not in d else d for d in documents]
+    """A quarter of the documents as turns; those that are ChatML already stay as they are."""
+
+    def wanted(document: str) -> bool:
+        return TURN_START not in document and _digest(document)[-1] % 4 == 0
+
+    return [as_turns(document) if wanted(document) else document for document in documents]
 
 
 def train_tokenizer(texts: dict[str, list[str]]) -> Tokenizer:
@@ -244,12 +249,9 @@ def forward(
     model: Qwen3MoeForCausalLM, ids: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Loss of each predicted token [rows * (length - 1)] and router logits, one per layer."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model.model(input_ids=ids[:, :-1], output_router_logits=True, use_cache=False)
-        logits = model.lm_head(out.last_hidden_state)
-    losses = functional.cross_entropy(
-        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
+    out = model.model(input_ids=ids[:, :-1], output_router_logits=True, use_cache=False)
+    logits = model.lm_head(out.last_hidden_state).flatten(0, 1)
+    losses = functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
     return losses, out.router_logits
 
 
@@ -272,8 +274,9 @@ def _windows(tokens: Tokens) -> Iterator[torch.Tensor]:
     """Batches that predict each token once; the stream's last part row is left out."""
     rows = (len(tokens) - 1) // ROW
     starts = np.arange(rows)[:, None] * ROW
-    windows = torch.from_numpy(tokens[starts + np.arange(ROW + 1)].astype(np.int64))
-    yield from windows.split(8)
+    windows = tokens[starts + np.arange(ROW + 1)].astype(np.int64)
+    for first in range(0, rows, EVAL_ROWS):
+        yield torch.from_numpy(windows[first : first + EVAL_ROWS])
 
 
 @torch.no_grad()
@@ -295,9 +298,9 @@ def divergence(one: Share, other: Share) -> Share:
     middle = (one + other) / 2
 
     def entropy(share: Share) -> Share:
-        return -(share * np.log2(np.where(share > 0, share, 1.0))).sum(-1)
+        return np.asarray(-(share * np.log2(np.where(share > 0, share, 1.0))).sum(-1))
 
-    return np.asarray(entropy(middle) - (entropy(one) + entropy(other)) / 2)
+    return entropy(middle) - (entropy(one) + entropy(other)) / 2
 
 
 def batch(domains: list[Domain], seed: int, step: int) -> torch.Tensor:
@@ -345,7 +348,6 @@ class Training:
     def run(self, started: float) -> None:
         """Trains until the time is up; `started` is when this process began (monotonic)."""
         began, saved = started - self.progress.seconds, time.monotonic()
-        self.model.train()
         while (elapsed := time.monotonic() - began) < self._seconds:
             loss = self._step(elapsed / self._seconds)
             self.progress.seconds = time.monotonic() - began
@@ -354,7 +356,6 @@ class Training:
             if time.monotonic() - saved > CHECKPOINT_S:
                 self._save()
                 saved = time.monotonic()
-        self.model.eval()
 
     def finish(self) -> None:
         """Removes the checkpoint, which is no part of the model."""
@@ -433,6 +434,7 @@ def write_weights(model: Qwen3MoeForCausalLM, out: Path) -> None:
 
     part = out / "model.safetensors.part"
     save_file(published_names(model), part, metadata={"format": "pt"})
+    part.chmod(0o644)
     part.replace(out / "model.safetensors")
 
 
@@ -440,8 +442,8 @@ def reload_weights(out: Path) -> Qwen3MoeForCausalLM:
     """The written weights, as a user loads them, computed in float32."""
     from transformers import Qwen3MoeForCausalLM
 
-    model = Qwen3MoeForCausalLM.from_pretrained(out, dtype=torch.float32)
-    return model.eval()
+    model: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM.from_pretrained(out, dtype=torch.float32)
+    return model
 
 
 def measure_all(model: Qwen3MoeForCausalLM, domains: list[Domain]) -> dict[str, Measured]:
@@ -502,7 +504,7 @@ def run(corpus: Path, out: Path, minutes: float, seed: int, resume: bool) -> Non
     write_tokenizer(tokenizer, out)
     log.info("corpus ready after %.0f s", time.monotonic() - started)
     training = Training(domains, out, minutes * 60, seed)
-    untrained = measure_all(training.model.eval(), domains)
+    untrained = measure_all(training.model, domains)
     if resume:
         training.resume()
     else:

@@ -1,0 +1,36 @@
+# Two commands do it all on a fresh machine with Python 3.11: `make demo` and `make test`.
+# Elsewhere, TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's public CPU build
+# instead of the (much larger) CUDA one.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test lint protos clean
+.DELETE_ON_ERROR:
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[engine,dev]'
+	touch $@
+
+# 3 is an answer, not a failure: the search found no forward pass that is honestly faster.
+demo: $(READY)
+	@$(BIN)/trimtab demo $(DEMO_ARGS) || { status=$$?; [ $$status -eq 3 ] || exit $$status; }
+
+test: $(READY)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+protos: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m protos
+
+clean:
+	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache

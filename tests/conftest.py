@@ -1,0 +1,19 @@
+"""What every test shares: one torch thread, and no blocking call on an event loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two cores, many engines
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> Iterator[BlockBuster]:
+    """A blocking call made by our code on an event loop fails the test that made it."""
+    ours = ["sidecar", "profiler", "drift", "compiler", "engines"]
+    with blockbuster_ctx(scanned_modules=ours) as blockbuster:
+        yield blockbuster
