@@ -1,0 +1,103 @@
+"""One step on the model: scheduled tokens in, a row of logits a sampling request out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engines.embedded.model import Qwen3MoeSparseMoeBlock, _ForCausalLM
+from engines.embedded.scheduler import Work
+from engines.inside.step import StepView, running
+
+
+class Runner:
+    """The model, its KV cache and its expert counts. Belongs to the engine's thread."""
+
+    def __init__(self, model: _ForCausalLM, num_blocks: int, block_size: int) -> None:
+        config = model.config
+        self.model = model
+        self.block_size = block_size
+        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        dtype = model.lm_head.weight.dtype
+        self._caches = {
+            f"model.layers.{i}.self_attn.attn": (
+                torch.zeros(shape, dtype=dtype),
+                torch.zeros(shape, dtype=dtype),
+            )
+            for i in range(config.num_layers)
+        }
+        self._routed = _Routed(model)
+
+    def run(self, works: Sequence[Work], count_experts: bool = False) -> Tensor:
+        """Hidden states of all scheduled tokens, [num_tokens, hidden_size], final norm included."""
+        view, ids = self._view(works)
+        self._routed.on = count_experts
+        with torch.inference_mode(), running(view):
+            return self.model(ids, view.positions)  # type: ignore[no-any-return]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.model.compute_logits(hidden_states)
+
+    def expert_load(self) -> npt.NDArray[np.int64] | None:
+        """[num_moe_layers, num_experts] of the last counted step; None without experts."""
+        return self._routed.take()
+
+    def _view(self, works: Sequence[Work]) -> tuple[StepView, Tensor]:
+        size = self.block_size
+        ids, positions, slots, starts = [], [], [], [0]
+        for work in works:
+            request = work.request
+            for position in range(request.num_computed, request.num_computed + work.num_new):
+                ids.append(request.token(position))
+                positions.append(position)
+                slots.append(request.blocks[position // size] * size + position % size)
+            starts.append(len(ids))
+        seq_lens = tuple(w.request.num_computed + w.num_new for w in works)
+        longest = max(len(w.request.blocks) for w in works)
+        tables = [w.request.blocks + [0] * (longest - len(w.request.blocks)) for w in works]
+        view = StepView(
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            query_lens_list=tuple(w.num_new for w in works),
+            seq_lens_list=seq_lens,
+            num_tokens=len(ids),
+            num_requests=len(works),
+            block_size=size,
+            caches=self._caches,
+        )
+        return view, torch.tensor(ids)
+
+
+class _Routed:
+    """Counts what the routers choose, before whatever forward pass serves the block.
+
+    Routing is computed a second time for it, from the block's input: a forward pass may replace the
+    whole block and route as it likes inside. So counting is off in replays and on in a share of
+    live steps.
+    """
+
+    def __init__(self, model: _ForCausalLM) -> None:
+        self.on = False
+        blocks = [m for m in model.modules() if isinstance(m, Qwen3MoeSparseMoeBlock)]
+        self._counts = [np.zeros(model.config.num_experts, np.int64) for _ in blocks]
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda m, args, i=i: self._count(i, m, args[0]))
+
+    def _count(self, index: int, block: Qwen3MoeSparseMoeBlock, hidden_states: Tensor) -> None:
+        if self.on:
+            logits = torch.nn.functional.linear(hidden_states, block.gate.weight)
+            chosen = logits.topk(block.experts.top_k, dim=-1).indices.flatten()
+            self._counts[index] = torch.bincount(
+                chosen, minlength=block.experts.num_experts
+            ).numpy()
+
+    def take(self) -> npt.NDArray[np.int64] | None:
+        return np.stack(self._counts) if self._counts else None

@@ -1,0 +1,206 @@
+"""Source to callable: loads forward passes, binds them to modules, flips between portfolios.
+
+Nothing is patched in place. A module gets a `forward` of its own beside its class's, and what a
+forward pass's `prepare` hung on it, both taken away again by the next flip. Two portfolios stay
+resident, the one that runs and the one before it, so that going back loads nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.inside import step
+
+Function = Callable[..., Any]
+_serial = itertools.count()
+
+
+class Fault(RuntimeError):
+    """A forward pass could not be loaded or bound, or raised while it ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A forward pass as it is told to the engine: already parsed by somebody who ran nothing."""
+
+    text: str = field(repr=False)
+    targets: tuple[tuple[str, str], ...]
+    min_tokens: int
+    max_tokens: int
+    digest: str
+
+
+@dataclass(slots=True)
+class Calls:
+    """Counts since they were last reset."""
+
+    candidate: int = 0
+    orig: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What one portfolio puts on one module."""
+
+    module: torch.nn.Module
+    forward: types.MethodType
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A portfolio, loaded and bound but not installed. The empty one is stock."""
+
+    digest: str = ""
+    bounds: tuple[Bound, ...] = ()
+
+
+class Forwards:
+    """The forward passes of one model. Belongs to the thread that runs steps, but for `load`'s
+    callers, who hold back steps themselves when `prepare` could disturb one."""
+
+    def __init__(self, model: torch.nn.Module, directory: Path) -> None:
+        """Files are written to `directory`: Triton and dynamo read source from there."""
+        self._modules = dict(model.named_modules())
+        self._directory = directory
+        self.calls = Calls()
+        self.current = Loaded()
+        self.previous: Loaded | None = None
+
+    def load(self, digest: str, sources: Sequence[Source]) -> Loaded:
+        """Raises `Fault`; nothing is installed and nothing is left on a module then."""
+        chosen: dict[str, list[tuple[Source, Function]]] = {}
+        extra: dict[str, dict[str, Any]] = {}
+        for source in sources:
+            file = self._execute(source)
+            for path, function in self._matches(source, file):
+                if path not in chosen or all(s is not source for s, _ in chosen[path]):
+                    self._prepare(source, file, path, extra.setdefault(path, {}))
+                chosen.setdefault(path, []).append((source, function))
+        bounds = (
+            Bound(self._modules[path], self._dispatcher(path, members), extra[path])
+            for path, members in chosen.items()
+        )
+        return Loaded(digest, tuple(bounds))
+
+    def install(self, loaded: Loaded) -> None:
+        """The flip; what ran becomes what `revert` restores."""
+        self._flip(self.current, loaded)
+        self.previous, self.current = self.current, loaded
+
+    def revert(self) -> None:
+        """Restore the portfolio before the last `install`. Raises `Fault` when there is none."""
+        if self.previous is None:
+            raise Fault("nothing to revert to: no portfolio was swapped in")
+        self._flip(self.current, self.previous)
+        self.current, self.previous = self.previous, None
+
+    def find(self, target: str) -> Iterator[torch.nn.Module]:
+        """Modules that a `cls:` or `path:` pattern names."""
+        return (self._modules[path] for path in self._paths(target))
+
+    def installed(self, path: str) -> set[str]:
+        """Attribute names that the running portfolio put on the module at `path`."""
+        module = self._modules[path]
+        bounds = (b for b in self.current.bounds if b.module is module)
+        return {name for b in bounds for name in ("forward", *b.attributes)}
+
+    def _flip(self, old: Loaded, new: Loaded) -> None:
+        for bound in old.bounds:
+            for name in ("forward", *bound.attributes):
+                bound.module.__dict__.pop(name, None)
+        for bound in new.bounds:
+            bound.module.__dict__.update(bound.attributes)
+            bound.module.__dict__["forward"] = bound.forward
+
+    def _execute(self, source: Source) -> types.ModuleType:
+        name = f"trimtab_forward_{source.digest[:16]}_{next(_serial)}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"{name}.py"
+        path.write_text(source.text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        file = importlib.util.module_from_spec(spec)
+        file.__dict__["ORIG"] = self._orig
+        sys.modules[name] = file
+        try:
+            spec.loader.exec_module(file)
+        except BaseException as e:
+            del sys.modules[name]
+            raise Fault(f"loading it raised {type(e).__name__}: {e}") from e
+        return file
+
+    def _orig(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.calls.orig += 1
+        return type(module).forward(module, *args, **kwargs)
+
+    def _matches(self, source: Source, file: types.ModuleType) -> Iterator[tuple[str, Function]]:
+        for pattern, name in source.targets:
+            paths = list(self._paths(pattern))
+            if not paths:
+                raise Fault(f"no module of this model matches {pattern!r}")
+            function = getattr(file, name, None)
+            if not callable(function):
+                raise Fault(f"TARGETS names {name!r}, which is not a function after loading")
+            yield from ((path, function) for path in paths)
+
+    def _paths(self, pattern: str) -> Iterable[str]:
+        kind, _, rest = pattern.partition(":")
+        if kind == "cls":
+            return (p for p, m in self._modules.items() if type(m).__name__ == rest)
+        return (p for p in self._modules if fnmatch.fnmatchcase(p, rest))
+
+    def _prepare(
+        self, source: Source, file: types.ModuleType, path: str, into: dict[str, Any]
+    ) -> None:
+        """Run `prepare` and take what it hung on the module off again, until the flip."""
+        prepare = getattr(file, "prepare", None)
+        if prepare is None:
+            return
+        module = self._modules[path]
+        before = dict(module.__dict__)
+        try:
+            with torch.inference_mode():
+                prepare(module)
+        except Exception as e:
+            raise Fault(f"prepare({path}) raised {type(e).__name__}: {e}") from e
+        finally:
+            added = {k: v for k, v in module.__dict__.items() if before.get(k, _absent) is not v}
+            module.__dict__.clear()
+            module.__dict__.update(before)
+        if both := set(added) & (set(into) | set(before)):
+            raise Fault(f"prepare sets {min(both)!r} on {path}, which is taken; use another name")
+        into.update(added)
+
+    def _dispatcher(self, path: str, members: list[tuple[Source, Function]]) -> types.MethodType:
+        module = self._modules[path]
+        stock = type(module).forward
+        calls = self.calls
+        ranges = [(s.min_tokens, s.max_tokens, f) for s, f in members]
+
+        def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            num_tokens = step.num_tokens(args[0].shape[0])
+            for low, high, function in ranges:
+                if low <= num_tokens <= high:
+                    calls.candidate += 1
+                    try:
+                        return function(self, *args, **kwargs)
+                    except Exception as e:
+                        raise Fault(f"{path} raised {type(e).__name__}: {e}") from e
+            return stock(self, *args, **kwargs)
+
+        return types.MethodType(forward, module)
+
+
+_absent = object()
