@@ -466,7 +466,7 @@ class EmbeddedEngine:
         h = hashlib.blake2b(digest_size=16)
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            h.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+            h.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
         for path, module in self.model.named_modules():
             hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
             h.update(f"{path} {type(module).__qualname__} {hooks}".encode())
@@ -485,7 +485,6 @@ def _process_state() -> tuple[object, ...]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
-        torch.backends.mkldnn.is_available(),
         gc.isenabled(),
         threading.active_count(),
         *(id(f) for f in (time.time, time.monotonic, time.perf_counter)),
@@ -500,7 +499,7 @@ def _array(out: object) -> Array:
         raise CandidateError(f"a module returned {type(out).__name__}, not a plain tensor")
     if out.dtype is torch.bfloat16:
         out = out.float()
-    return out.contiguous().numpy()  # type: ignore[no-any-return]
+    return out.contiguous().numpy()
 
 
 def _ignore(event: TokenEvent) -> None:

@@ -273,7 +273,7 @@ class FusedMoE(nn.Module):
         """Loops over the experts that got tokens."""
         weights, chosen = self.route(router_logits)
         out = torch.zeros_like(hidden_states)
-        for expert in chosen.unique().tolist():
+        for expert in torch.unique(chosen).tolist():
             token, slot = torch.where(chosen == expert)
             gate, up = F.linear(hidden_states[token], self.w13_weight[expert]).chunk(2, dim=-1)
             part = F.linear(F.silu(gate) * up, self.w2_weight[expert])
@@ -368,7 +368,7 @@ class Qwen3MoeModel(_DecoderModel):
     layer = Qwen3MoeDecoderLayer
 
 
-class _ForCausalLM(nn.Module):
+class CausalLM(nn.Module):
     inner: type[LlamaModel] | type[Qwen3MoeModel]
 
     def __init__(self, config: ModelConfig) -> None:
@@ -387,14 +387,14 @@ class _ForCausalLM(nn.Module):
         return self.lm_head(hidden_states)  # type: ignore[no-any-return]
 
 
-class LlamaForCausalLM(_ForCausalLM):
+class LlamaForCausalLM(CausalLM):
     inner = LlamaModel
 
 
-class Qwen3MoeForCausalLM(_ForCausalLM):
+class Qwen3MoeForCausalLM(CausalLM):
     inner = Qwen3MoeModel
 
 
-ARCHITECTURES: dict[str, type[_ForCausalLM]] = {
+ARCHITECTURES: dict[str, type[CausalLM]] = {
     c.__name__: c for c in (LlamaForCausalLM, Qwen3MoeForCausalLM)
 }

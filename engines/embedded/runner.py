@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engines.embedded.model import Qwen3MoeSparseMoeBlock, _ForCausalLM
+from engines.embedded.model import CausalLM, Qwen3MoeSparseMoeBlock
 from engines.embedded.scheduler import Work
 from engines.inside.step import StepView, running
 
@@ -17,7 +17,7 @@ from engines.inside.step import StepView, running
 class Runner:
     """The model, its KV cache and its expert counts. Belongs to the engine's thread."""
 
-    def __init__(self, model: _ForCausalLM, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: CausalLM, num_blocks: int, block_size: int) -> None:
         config = model.config
         self.model = model
         self.block_size = block_size
@@ -84,7 +84,7 @@ class _Routed:
     live steps.
     """
 
-    def __init__(self, model: _ForCausalLM) -> None:
+    def __init__(self, model: CausalLM) -> None:
         self.on = False
         blocks = [m for m in model.modules() if isinstance(m, Qwen3MoeSparseMoeBlock)]
         self._counts = [np.zeros(model.config.num_experts, np.int64) for _ in blocks]

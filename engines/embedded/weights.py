@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engines.embedded.model import ARCHITECTURES, ModelConfig, RotaryEmbedding, _ForCausalLM
+from engines.embedded.model import ARCHITECTURES, CausalLM, ModelConfig, RotaryEmbedding
 
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-moe"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -80,7 +80,7 @@ def _config(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def load_model(directory: Path, dtype: torch.dtype) -> _ForCausalLM:
+def load_model(directory: Path, dtype: torch.dtype) -> CausalLM:
     """The model with its weights, in `dtype`, on the CPU. Raises `ModelError`."""
     config = read_config(directory)
     with torch.device("meta"):
@@ -96,7 +96,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> _ForCausalLM:
     return model.eval().requires_grad_(False)
 
 
-def _restore_buffers(model: _ForCausalLM, config: ModelConfig, dtype: torch.dtype) -> None:
+def _restore_buffers(model: CausalLM, config: ModelConfig, dtype: torch.dtype) -> None:
     """Buffers are computed, not loaded: compute them off the meta device, share them by layer."""
     whole = RotaryEmbedding(config.head_dim, config.max_model_len, config.rope_theta)
     cache = whole.cos_sin_cache.to(dtype)
