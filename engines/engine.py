@@ -139,7 +139,7 @@ def _guard(value: object) -> Guard:
     match value:
         case None:
             return Guard()
-        case {"num_tokens": (int(low), int(high))} if len(value) == 1 and 1 <= low <= high:
+        case {"num_tokens": (int(low), int(high)), **rest} if not rest and 1 <= low <= high:
             return Guard(low, high)
     raise CandidateError(f'WHEN is {value!r}; write WHEN = {{"num_tokens": (1, 64)}}')
 

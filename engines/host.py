@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,10 +46,7 @@ class Host:
     def start(self) -> None:
         path = socket_path(self._address)
         _claim(path)
-        server = grpc.server(
-            ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="engine-control"),
-            options=CHANNEL_OPTIONS,
-        )
+        server = grpc.server(_pool(), options=CHANNEL_OPTIONS)
         add_EngineServicer_to_server(_Servicer(self._engine), server)
         server.add_insecure_port(self._address)
         path.chmod(0o600)  # the folder is 0700, so nobody came in before
@@ -72,6 +70,16 @@ def socket_path(address: str) -> Path:
     if len(os.fsencode(name)) > MAX_PATH_BYTES:
         raise ValueError(f"engine control at {address!r}: over {MAX_PATH_BYTES} bytes; shorten it")
     return Path(name)
+
+
+def _pool() -> ThreadPoolExecutor:
+    """With all threads running: an engine's fingerprint counts them, and they must not grow."""
+    pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="engine-control")
+    everyone = threading.Barrier(NUM_THREADS + 1)
+    for _ in range(NUM_THREADS):
+        pool.submit(everyone.wait)
+    everyone.wait()
+    return pool
 
 
 def _claim(path: Path) -> None:

@@ -416,6 +416,9 @@ class EmbeddedEngine:
         `keep` gets each request with its forced token appended, and the row before it."""
         if not self._live.is_idle:
             raise CandidateError("the engine is serving; drain it first")
+        num_all = self.model.config.num_layers
+        if num_layers is not None and not 1 <= num_layers <= num_all:
+            raise CandidateError(f"{num_layers} layers were asked for; the model has {num_all}")
         scheduler = self._scheduler(BlockPool(self._pool.num_blocks, self._pool.block_size))
         waiting = deque(self._requests(workload))
         left = len(waiting)
@@ -430,7 +433,7 @@ class EmbeddedEngine:
                 left -= 1
 
         num_steps = num_tokens = 0
-        self.model.model.layer_limit = num_layers or self.model.config.num_layers
+        self.model.model.layer_limit = num_layers or num_all
         try:
             while left:
                 busy = len(scheduler.running) + len(scheduler.waiting)
@@ -443,7 +446,7 @@ class EmbeddedEngine:
                 num_steps += 1
                 num_tokens += sum(w.num_new for w in works)
         finally:
-            self.model.model.layer_limit = self.model.config.num_layers
+            self.model.model.layer_limit = num_all
             self._pool.clear()  # the replay wrote over what it remembered
         return num_steps, num_tokens
 

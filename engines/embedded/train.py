@@ -96,13 +96,16 @@ TRAIN_BYTES, HELD_OUT_BYTES, VOCABULARY_BYTES = 8_000_000, 120_000, 1_000_000
 """Text taken from each domain: to train on, to measure on, to learn the vocabulary from."""
 HELD_OUT_PERCENT, HELD_OUT_CHARS = 5, 6_000
 """Share of documents held out, and how much of the start of each is measured."""
-ROW, ROWS_PER_DOMAIN, EVAL_ROWS = 512, 1, 8
-PEAK_LR, WARMUP_STEPS, BALANCE, CLIP = 4e-3, 60, 0.01, 1.0
-CHECKPOINT_S = 180.0
+ROWS = ((0.6, 128), (0.85, 384), (1.0, 1024))
+"""Tokens in a row until that share of the time is over: many small steps learn fastest, and the
+long rows at the end teach the positions that prompts reach."""
+EVAL_ROW, EVAL_ROWS = 512, 8
+PEAK_LR, WARMUP_STEPS, BALANCE, CLIP = 4e-3, 100, 0.01, 1.0
+CHECKPOINT_S = 5.0
 
 TURNS = re.compile(
     r"(?P<user>.{1,160}\n|.{1,160}\s|.{1,160})"
-    r"(?P<assistant>.{1,600}\n|.{1,600}\s|.{1,600}|)",
+    r"(?P<assistant>.{1,600}\n|.{1,600}\s|.{1,600})?",
     re.DOTALL,
 )
 
@@ -175,10 +178,14 @@ def _turn(role: str, content: str) -> str:
 
 
 def as_turns(document: str) -> str:
-    """The document as a conversation in which each turn continues the one before."""
+    """The document as a conversation in which each turn continues the one before.
+
+    A last piece that nothing follows is left out: it would teach the model to answer nothing.
+    """
     return "".join(
         _turn("user", match["user"]) + _turn("assistant", match["assistant"])
         for match in TURNS.finditer(document)
+        if (match["assistant"] or "").strip()
     )
 
 
@@ -272,9 +279,9 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _windows(tokens: Tokens) -> Iterator[torch.Tensor]:
     """Batches that predict each token once; the stream's last part row is left out."""
-    rows = (len(tokens) - 1) // ROW
-    starts = np.arange(rows)[:, None] * ROW
-    windows = tokens[starts + np.arange(ROW + 1)].astype(np.int64)
+    rows = (len(tokens) - 1) // EVAL_ROW
+    starts = np.arange(rows)[:, None] * EVAL_ROW
+    windows = tokens[starts + np.arange(EVAL_ROW + 1)].astype(np.int64)
     for first in range(0, rows, EVAL_ROWS):
         yield torch.from_numpy(windows[first : first + EVAL_ROWS])
 
@@ -303,14 +310,16 @@ def divergence(one: Share, other: Share) -> Share:
     return entropy(middle) - (entropy(one) + entropy(other)) / 2
 
 
-def batch(domains: list[Domain], seed: int, step: int) -> torch.Tensor:
-    """Rows of every domain; the same for the same seed and step, so a resumed run continues."""
+def row_length(done: float) -> int:
+    """Tokens in a row once the share `done` of the time is over."""
+    return next((length for until, length in ROWS if done < until), ROWS[-1][1])
+
+
+def batch(domains: list[Domain], length: int, seed: int, step: int) -> torch.Tensor:
+    """A row of each domain [domains, length + 1]; a resumed run draws the rows it would have."""
     random = np.random.default_rng((seed, step))
-    rows = [
-        domain.train[start : start + ROW + 1]
-        for domain in domains
-        for start in random.integers(len(domain.train) - ROW, size=ROWS_PER_DOMAIN)
-    ]
+    starts = [random.integers(len(domain.train) - length) for domain in domains]
+    rows = [d.train[start : start + length + 1] for d, start in zip(domains, starts, strict=True)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
@@ -351,7 +360,7 @@ class Training:
         while (elapsed := time.monotonic() - began) < self._seconds:
             loss = self._step(elapsed / self._seconds)
             self.progress.seconds = time.monotonic() - began
-            if self.progress.step % 50 == 0:
+            if self.progress.step % 200 == 0:
                 log.info("step %d, %.0f s, loss %.3f", self.progress.step, elapsed, loss)
             if time.monotonic() - saved > CHECKPOINT_S:
                 self._save()
@@ -362,7 +371,7 @@ class Training:
         self._checkpoint.unlink(missing_ok=True)
 
     def _step(self, done: float) -> float:
-        ids = batch(self._domains, self._seed, self.progress.step)
+        ids = batch(self._domains, row_length(done), self._seed, self.progress.step)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.progress.step, done)
         losses, router_logits = forward(self.model, ids)

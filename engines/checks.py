@@ -1,0 +1,153 @@
+"""What any engine must satisfy. A new one earns its place by passing `check_engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engines.engine import (
+    STOCK,
+    CandidateError,
+    Engine,
+    ForwardPass,
+    Portfolio,
+    Replay,
+    Scope,
+    SwapReport,
+    sign,
+)
+from profiler.reservoir import Workload, WorkloadKind, WorkloadRequest
+
+RMS_NORM_REWRITE = """
+TARGETS = {"cls:RMSNorm": "norm"}
+def norm(self, x, residual=None):
+    import torch.nn.functional as F
+    if residual is None:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+    residual = x + residual
+    return F.rms_norm(residual, x.shape[-1:], self.weight, self.variance_epsilon), residual
+"""
+DOUBLED_NORM = """
+TARGETS = {"cls:RMSNorm": "norm"}
+def norm(self, x, residual=None):
+    out = ORIG(self, x, residual)
+    return out * 2 if residual is None else (out[0] * 2, out[1])
+"""
+BAD = {
+    "import nothing_of_this_name\n" + DOUBLED_NORM: "nothing_of_this_name",
+    DOUBLED_NORM.replace("cls:RMSNorm", "cls:NoSuchModule"): "NoSuchModule",
+    "def prepare(module):\n    raise ValueError('not prepared')\n" + DOUBLED_NORM: "not prepared",
+}
+RAISES = (
+    'TARGETS = {"cls:RMSNorm": "norm"}\ndef norm(self, x, residual=None):\n    raise KeyError(1)\n'
+)
+
+
+def check_engine(make: Callable[[], Engine], key: bytes, scope: Scope = Scope.TRIAL) -> None:
+    """Run an idle engine with `RMSNorm` modules through the protocol; `make` gives a fresh stock
+    one that takes `key` in `scope`. Raises `AssertionError`."""
+    engine = make()
+    try:
+        check = _Check(engine, key, scope)
+        check.is_stock_at_first()
+        check.swaps_and_reverts()
+        check.refuses_what_is_not_signed()
+        check.survives_bad_candidates()
+        check.counts_what_it_runs()
+        assert engine.drain(5.0), "an idle engine drains"
+    finally:
+        engine.close()
+
+
+class _Check:
+    def __init__(self, engine: Engine, key: bytes, scope: Scope) -> None:
+        self._engine, self._key, self._scope = engine, key, scope
+        self._workload = _workload(engine.info().vocab_size)
+
+    def is_stock_at_first(self) -> None:
+        info = self._engine.info()
+        assert info.digest == STOCK.digest
+        assert info.previous_digest is None
+        assert any(m.cls == "RMSNorm" for m in info.modules)
+        assert "class RMSNorm" in self._engine.source("cls:RMSNorm")
+        assert _raises(CandidateError, self._engine.revert), "nothing to revert to"
+
+    def swaps_and_reverts(self) -> None:
+        engine = self._engine
+        before, state = engine.probe(self._workload), engine.fingerprint()
+        report = self._swap(DOUBLED_NORM)
+        assert engine.info().digest == report.digest != STOCK.digest
+        assert engine.info().previous_digest == STOCK.digest
+        assert not np.array_equal(engine.probe(self._workload)[0], before[0])
+        assert engine.revert().digest == STOCK.digest
+        assert all(map(np.array_equal, engine.probe(self._workload), before)), "bit-equal again"
+        assert engine.fingerprint() == state, "a revert leaves nothing behind"
+
+    def refuses_what_is_not_signed(self) -> None:
+        change = _portfolio(DOUBLED_NORM)
+        other = Scope.SERVE if self._scope is Scope.TRIAL else Scope.TRIAL
+        for signature in ("", sign(b"wrong", self._scope, change.digest)):
+            assert _raises(PermissionError, lambda s=signature: self._engine.swap(change, s))
+        wrong_scope = sign(self._key, other, change.digest)
+        assert _raises(PermissionError, lambda: self._engine.swap(change, wrong_scope))
+        assert self._engine.info().digest == STOCK.digest
+
+    def survives_bad_candidates(self) -> None:
+        before = self._engine.probe(self._workload)
+        for source, why in BAD.items():
+            error = _raises(CandidateError, lambda s=source: self._swap(s))
+            assert error, f"{why!r} must be refused"
+            assert why in str(error), f"{error} does not say {why!r}"
+            assert self._engine.info().digest == STOCK.digest
+        self._swap(RAISES)
+        error = _raises(CandidateError, lambda: self._engine.probe(self._workload))
+        assert "KeyError" in str(error)
+        self._engine.revert()
+        assert all(map(np.array_equal, self._engine.probe(self._workload), before))
+
+    def counts_what_it_runs(self) -> None:
+        stock = self._engine.measure(self._workload)
+        self._agrees(stock)
+        assert stock.num_candidate_calls == 0
+        self._swap(DOUBLED_NORM)
+        changed = self._engine.measure(self._workload)
+        assert changed.num_orig_calls == changed.num_candidate_calls > 0
+        assert (changed.num_steps, changed.num_tokens) == (stock.num_steps, stock.num_tokens)
+        self._engine.revert()
+
+    def _agrees(self, replay: Replay) -> None:
+        """`measure` and `probe` run the same steps."""
+        probe = self._engine.probe(self._workload)
+        for request, table, output in zip(
+            self._workload.requests, probe, replay.outputs, strict=True
+        ):
+            rows = np.arange(len(request.output_token_ids))
+            assert np.array_equal(table[rows, list(request.output_token_ids)], output.logprobs)
+            assert np.array_equal(table.argmax(axis=-1), output.top_token_ids)
+
+    def _swap(self, source: str) -> SwapReport:
+        change = _portfolio(source)
+        return self._engine.swap(change, sign(self._key, self._scope, change.digest))
+
+
+def _portfolio(source: str) -> Portfolio:
+    return Portfolio((ForwardPass.from_source(source),))
+
+
+def _raises(kind: type[Exception], call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except kind as e:
+        return e
+    return None
+
+
+def _workload(vocab_size: int) -> Workload:
+    rng = np.random.default_rng(0)
+
+    def ids(num: int) -> tuple[int, ...]:
+        return tuple(rng.integers(1, vocab_size, num).tolist())
+
+    requests = tuple(WorkloadRequest(ids(5 + 7 * i), ids(3)) for i in range(4))
+    return Workload(WorkloadKind.REAL, requests, max_concurrency=2)
