@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -87,16 +88,16 @@ class _Check:
     def refuses_what_is_not_signed(self) -> None:
         change = _portfolio(DOUBLED_NORM)
         other = Scope.SERVE if self._scope is Scope.TRIAL else Scope.TRIAL
-        for signature in ("", sign(b"wrong", self._scope, change.digest)):
-            assert _raises(PermissionError, lambda s=signature: self._engine.swap(change, s))
+        wrong_key = sign(b"wrong", self._scope, change.digest)
         wrong_scope = sign(self._key, other, change.digest)
-        assert _raises(PermissionError, lambda: self._engine.swap(change, wrong_scope))
+        for signature in ("", wrong_key, wrong_scope):
+            assert _raises(PermissionError, partial(self._engine.swap, change, signature))
         assert self._engine.info().digest == STOCK.digest
 
     def survives_bad_candidates(self) -> None:
         before = self._engine.probe(self._workload)
         for source, why in BAD.items():
-            error = _raises(CandidateError, lambda s=source: self._swap(s))
+            error = _raises(CandidateError, partial(self._swap, source))
             assert error, f"{why!r} must be refused"
             assert why in str(error), f"{error} does not say {why!r}"
             assert self._engine.info().digest == STOCK.digest

@@ -88,6 +88,16 @@ _NOT_IN_REPLAY = (
 )
 
 
+def copied(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The copy for the shadow where it differs from the client's body: a stream that would not say
+    its usage is asked to. None: send the client's bytes."""
+    options = body.get("stream_options")
+    options = options if isinstance(options, dict) else {}
+    if not body.get("stream") or options.get("include_usage"):
+        return None
+    return {**body, "stream_options": {**options, "include_usage": True}}
+
+
 def forced(path: str, body: Mapping[str, Any], answer: str) -> dict[str, Any] | None:
     """The request that replays `answer` teacher-forced, or None where text cannot carry it."""
     asked: dict[str, Any] = {k: v for k, v in body.items() if k not in _NOT_IN_REPLAY}
@@ -110,12 +120,17 @@ class Gap:
     num_tokens: int
 
 
-def largest_gap(reply: Mapping[str, Any], num_prompt_tokens: int, num_answer: int) -> Gap | None:
-    """Read a forced replay. None when the text came back as other tokens than were generated, and
-    says nothing then. Raises `ValueError` when the reply holds no usable `prompt_logprobs`."""
+def largest_gap(
+    reply: Mapping[str, Any], num_prompt_tokens: int, num_answer: int | None
+) -> Gap | None:
+    """Read a forced replay. None when the text came back as other tokens than the `num_answer` that
+    were generated, where that is known: it says nothing then. Raises `ValueError` when the reply
+    holds no usable `prompt_logprobs`."""
     positions = _prompt_logprobs(reply)[num_prompt_tokens:]
     # a stop token counts as generated and is in no text
-    if not positions or len(positions) not in (num_answer, num_answer - 1):
+    if not positions:
+        return None
+    if num_answer is not None and len(positions) not in (num_answer, num_answer - 1):
         return None
     gaps = [max(logprobs) - min(logprobs) for logprobs in map(_logprobs, positions)]
     return Gap(max(gaps), len(gaps))

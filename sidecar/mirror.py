@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
-from aiohttp import ClientError
+from aiohttp import ClientError, ClientResponse
 
 from profiler.samples import Outcome
 from sidecar.comparison import (
     Gap,
     MirrorOutcome,
     MirrorResult,
+    copied,
     forced,
     is_greedy,
     largest_gap,
@@ -149,24 +150,26 @@ class Mirror:
         self, engines: Engines, exchange: Exchange, known: MirrorResult
     ) -> MirrorResult:
         assert exchange.body is not None
-        body = await _parsed(exchange.body)
-        path = exchange.target.partition("?")[0]
+        body, path = await _parsed(exchange.body), exchange.target.partition("?")[0]
         why = why_not(path, body)
         if why is not None:
             return MirrorResult(skipped(why), exchange.shadow_digest)
-        answer = await self._ask(engines, exchange)
+        copy = _Copy(engines, exchange, path, body, self._settings)
+        primary, answer = exchange.reading, await copy.ask()
         known = replace(known, shadow_ttft_s=answer.ttft_s, shadow_e2e_s=answer.e2e_s)
-        known = replace(known, note=_note(exchange.reading, answer.reading))
-        if answer.reading.finish_reason is None and exchange.reading.finish_reason is not None:
-            return replace(known, outcome=MirrorOutcome.ERROR, note="unfinished")
+        if answer.reading.finish_reason is None and primary.finish_reason is not None:
+            return replace(known, note="unfinished")
+        known = replace(known, note=_note(primary, answer.reading))
         if not is_greedy(body) or exchange.shadow_serves:
             return replace(known, outcome=MirrorOutcome.OK)
-        gap = await self._gap(engines, exchange, path, body, answer.reading)
-        return self._judge(known, gap, exchange.reading.text == answer.reading.text)
+        same_text = primary.text is not None and primary.text == answer.reading.text
+        return self._judge(known, await copy.gap(answer.reading), same_text)
 
     def _judge(self, known: MirrorResult, gap: Gap | None, same_text: bool) -> MirrorResult:
+        if gap is None and not same_text:
+            return MirrorResult(skipped("not_comparable"), known.digest)
         if gap is None:
-            return replace(known, outcome=MirrorOutcome.OK, note=f"{known.note} not_replayed")
+            return replace(known, outcome=MirrorOutcome.OK)
         same = same_text or gap.max_logprob_gap < self._settings.max_logprob_gap
         return replace(
             known,
@@ -175,94 +178,86 @@ class Mirror:
             num_compared_tokens=gap.num_tokens,
         )
 
-    # ---- on the shadow
 
-    async def _ask(self, engines: Engines, exchange: Exchange) -> _Answer:
-        assert exchange.body is not None
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One request on the shadow. All of it raises `Shadow`, or what `Engines` raises."""
+
+    engines: Engines
+    exchange: Exchange
+    path: str
+    body: dict[str, Any]
+    settings: MirrorSettings
+
+    async def ask(self) -> _Answer:
+        """Have the shadow answer as it would answer the client."""
+        copy = copied(self.body)
+        sent = orjson.dumps(copy) if copy is not None else self.exchange.body or b""
         began_s = time.monotonic()
-        response = await engines.send(
-            "POST",
-            engine_url(exchange.shadow_url, exchange.target),
-            self._headers(exchange.headers),
-            exchange.body,
-        )
+        response = await self._post(self.exchange.target, sent)
         try:
-            if response.status // 100 != 2:
-                raise Shadow(f"status {response.status}")
             kind, coding = (response.headers.get(f"Content-{k}", "") for k in ("Type", "Encoding"))
             tap = Tap(kind, coding)
             while chunk := await response.content.readany():
                 tap.feed(chunk)
         finally:
             response.close()
-        reading = tap.read(len(exchange.body))
+        reading = tap.read(len(sent))
         first_s = reading.first_token_s
         ttft_s = 0.0 if first_s is None else first_s - began_s
         return _Answer(reading, ttft_s, time.monotonic() - began_s)
 
-    async def _gap(
-        self,
-        engines: Engines,
-        exchange: Exchange,
-        path: str,
-        body: dict[str, Any],
-        answer: Reading,
-    ) -> Gap | None:
+    async def gap(self, answer: Reading) -> Gap | None:
         """The worst of the primary's answer and, where the shadow's is another, of that one."""
-        primary = await self._replay(engines, exchange, path, body, exchange.reading)
-        if primary is None or answer.text == exchange.reading.text:
-            return primary
-        shadow = await self._replay(engines, exchange, path, body, answer)
-        if shadow is None:
+        said, num_prompt = self.exchange.reading, answer.usage.num_prompt_tokens
+        if not num_prompt or answer.estimated:
+            return None
+        if answer.text == said.text:
+            return await self._replay(answer, num_prompt)
+        primary = await self._replay(said, num_prompt)
+        shadow = None if primary is None else await self._replay(answer, num_prompt)
+        if primary is None or shadow is None:
             return primary
         worst = max(primary.max_logprob_gap, shadow.max_logprob_gap)
         return Gap(worst, primary.num_tokens + shadow.num_tokens)
 
-    async def _replay(
-        self,
-        engines: Engines,
-        exchange: Exchange,
-        path: str,
-        body: dict[str, Any],
-        said: Reading,
-    ) -> Gap | None:
+    async def _replay(self, said: Reading, num_prompt: int) -> Gap | None:
         """Force what was said through the shadow. None where it cannot be forced."""
-        prompt, output = said.usage.num_prompt_tokens, said.usage.num_output_tokens
-        if said.text is None or not prompt or not output or said.estimated:
+        output = said.usage.num_output_tokens
+        request = forced(self.path, self.body, said.text) if said.text else None
+        if request is None or num_prompt + (output or 0) > self.settings.max_forced_tokens:
             return None
-        request = forced(path, body, said.text)
-        if request is None or prompt + output > self._settings.max_forced_tokens:
-            return None
-        reply = await self._post(engines, exchange, path, orjson.dumps(request))
+        reply = await self._reply(await self._post(self.path, orjson.dumps(request)))
         try:
-            return largest_gap(reply, prompt, output)
+            return largest_gap(reply, num_prompt, output)
         except ValueError as e:
             raise Shadow(str(e)) from None
 
-    async def _post(
-        self, engines: Engines, exchange: Exchange, path: str, body: bytes
-    ) -> dict[str, Any]:
-        url = engine_url(exchange.shadow_url, path)
-        headers = [(k, v) for k, v in self._headers(exchange.headers) if k != "content-encoding"]
-        response = await engines.send("POST", url, headers, body)
+    async def _post(self, target: str, body: bytes) -> ClientResponse:
+        url = engine_url(self.exchange.shadow_url, target)
+        response = await self.engines.send("POST", url, self._headers(), body)
+        if response.status // 100 != 2:
+            response.close()
+            raise Shadow(f"status {response.status}")
+        return response
+
+    async def _reply(self, response: ClientResponse) -> dict[str, Any]:
+        reply = bytearray()
         try:
-            if response.status != 200:
-                raise Shadow(f"replay: status {response.status}")
-            reply = bytearray()
             while chunk := await response.content.readany():
                 reply += chunk
                 if len(reply) > MAX_REPLY_BYTES:
-                    raise Shadow("replay: reply too long")
+                    raise Shadow("the replay's reply is too long")
         finally:
             response.close()
         parsed = await _parsed(bytes(reply))
         if not isinstance(parsed, dict):
-            raise Shadow("replay: reply is not a JSON object")
+            raise Shadow("the replay's reply is not a JSON object")
         return parsed
 
-    def _headers(self, headers: Headers) -> Headers:
-        dropped = NOT_COPIED if self._settings.forward_credentials else NOT_COPIED | CREDENTIALS
-        kept = [(k, v) for k, v in headers if k.lower() not in dropped]
+    def _headers(self) -> Headers:
+        dropped = NOT_COPIED if self.settings.forward_credentials else NOT_COPIED | CREDENTIALS
+        kept = [(k, v) for k, v in self.exchange.headers if k.lower() not in dropped]
         return [*kept, ("Accept-Encoding", "identity"), ("x-trimtab-mirror", "1")]
 
 

@@ -568,7 +568,7 @@ class Relay:
         if table.bypass or journey.route is not Route.GENERATION or journey.status // 100 != 2:
             return
         target = journey.request.raw_path
-        if sample.outcome is Outcome.OK and body is not None and reading.text is not None:
+        if sample.outcome is Outcome.OK and body is not None and reading.text:
             self._observer.live(LiveRequest(target, body, reading.text, journey.started_s))
         if not (table.mirror and table.canary) or journey.upstream.role is not Role.STABLE:
             return

@@ -134,9 +134,10 @@ def decide(rollout: Rollout, figures: Figures, now_s: float, policy: RolloutPoli
 def _after_shadow(
     rollout: Rollout, figures: Figures, now_s: float, policy: RolloutPolicy
 ) -> Action:
-    found = agreement(figures.mirrored, policy.agreement)
-    if found is not Agreement.AGREES or now_s < rollout.since_s + policy.shadow_s:
-        num = len([r for r in figures.mirrored if r.outcome in ("ok", "diff", "error")])
+    if now_s < rollout.since_s + policy.shadow_s:
+        return Action(Do.WAIT, f"{policy.shadow_s:g} s in the shadow")
+    if agreement(figures.mirrored, policy.agreement) is not Agreement.AGREES:
+        num = sum(r.outcome in ("ok", "diff", "error") for r in figures.mirrored)
         return Action(Do.HOLD, f"insufficient_data: {num} mirrored answers")
     if rollout.until is Stage.SHADOW:
         return Action(Do.HOLD, "the shadow agrees; autonomy ends here, promote to go on")
@@ -144,13 +145,12 @@ def _after_shadow(
 
 
 def _after_step(rollout: Rollout, figures: Figures, now_s: float, policy: RolloutPolicy) -> Action:
+    step, wanted = policy.steps[rollout.step], policy.step_requests
     num = sum(s.finished_s >= rollout.since_s for s in figures.canary.counted)
-    step = policy.steps[rollout.step]
-    if num < policy.step_requests:
-        wanted = policy.step_requests
-        return Action(Do.HOLD, f"insufficient_data: {num} of {wanted} requests at {step:g}")
     if now_s < rollout.since_s + policy.step_s:
         return Action(Do.WAIT, f"{policy.step_s:g} s at {step:g}")
+    if num < wanted:
+        return Action(Do.HOLD, f"insufficient_data: {num} of {wanted} requests at {step:g}")
     if rollout.step + 1 < len(policy.steps):
         return Action(Do.STEP, f"held at {step:g}", weight=policy.steps[rollout.step + 1])
     if rollout.until is Stage.CANARY:

@@ -118,8 +118,13 @@ class Tap:
             tpot_s=self._tpot_s(usage.num_output_tokens),
             finish_reason=self._finish_reason,
             model=self._model,
-            text="".join(self._parts) if self._plain and self._num_events else None,
+            text="".join(self._parts) if self._plain and self._answered else None,
         )
+
+    @property
+    def _answered(self) -> bool:
+        """An answer may be empty and yet be one."""
+        return self._num_events > 0 or self._finish_reason is not None
 
     def _give_up(self) -> None:
         log.debug("response not understood")  # its words are the user's, so no traceback
@@ -187,7 +192,7 @@ class Tap:
         usage, num_chars = self._usage, self._num_chars
         if usage.num_output_tokens is not None and usage.num_prompt_tokens is not None:
             return usage, False
-        if not self._num_events:
+        if not self._answered:
             return usage, False
         # an event is a token or more; a message says nothing of its tokens but its length
         output = self._num_events if self._sse is not None else -(-num_chars // BYTES_PER_TOKEN)

@@ -13,6 +13,7 @@ from sidecar.comparison import (
     Gap,
     MirrorResult,
     agreement,
+    copied,
     forced,
     largest_gap,
     why_not,
@@ -69,6 +70,13 @@ def test_a_forced_chat_continues_the_answer() -> None:
     assert request["messages"][-1] == {"role": "assistant", "content": "b"}
     assert request["continue_final_message"] is True
     assert request["add_generation_prompt"] is False
+
+
+def test_a_copied_stream_is_asked_for_its_usage_and_nothing_else_is_changed() -> None:
+    body = {"stream": True, "seed": 7, "stream_options": {"x": 1}}
+    assert copied(body) == body | {"stream_options": {"x": 1, "include_usage": True}}
+    assert copied({"stream": True, "stream_options": {"include_usage": True}}) is None
+    assert copied({"seed": 7}) is None
 
 
 def test_a_prompt_of_token_ids_cannot_be_forced_as_text() -> None:

@@ -129,7 +129,9 @@ async def test_a_shadow_that_is_not_there_is_an_error() -> None:
 
 
 async def test_a_shadow_that_ignores_the_replay_is_an_error_not_agreement() -> None:
-    shadow = say(reply({"choices": [{"index": 0, "text": " three", "finish_reason": "stop"}]}))
+    choice = {"index": 0, "text": " three", "finish_reason": "stop"}
+    usage = {"prompt_tokens": 2, "completion_tokens": 1}
+    shadow = say(reply({"choices": [choice], "usage": usage}))
     result = await compare(model(" three"), shadow, completion())
     assert (result.outcome, result.note) == ("error", "the reply has no prompt_logprobs")
 

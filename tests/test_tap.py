@@ -162,6 +162,12 @@ def test_junk_never_raises_and_what_follows_is_read(junk: bytes) -> None:
     assert tap.read().usage == Usage(5, None, 7)
 
 
+def test_an_empty_answer_is_an_answer() -> None:
+    reading = read(delta(role="assistant", content=""), last(), request_bytes=8)
+    assert (reading.text, reading.first_token_s) == ("", None)
+    assert reading.usage == Usage(2, None, 0)
+
+
 def test_a_compressed_body_is_not_looked_into() -> None:
     tap = Tap(SSE, content_encoding="gzip")
     tap.feed(sse(usage(5, 7)))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -94,8 +95,7 @@ class EmbeddedEngine:
         self._forwards = Forwards(self.model, Path(self._files.name))
         self._pool = BlockPool(settings.num_kv_blocks, settings.block_size)
         self._live = self._scheduler(self._pool)
-        self._asked: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closing = False
         self._steps: deque[StepSample] = deque(maxlen=KEPT_STEPS)
         self._num_steps = 0
@@ -108,11 +108,11 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a live request. Its events come on the engine's thread."""
-        self._post(lambda: self._live.add(request))
+        self._asked.put(lambda: self._live.add(request))
 
     def abort(self, request: Request) -> None:
         """Take a live request out, wherever it is; no further event comes after this was run."""
-        self._post(lambda: self._live.remove(request))
+        self._asked.put(lambda: self._live.remove(request))
 
     @property
     def num_waiting(self) -> int:
@@ -242,18 +242,11 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """End the thread; unfinished requests end with an abort."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._asked.put(self._end)
         self._thread.join()
         self._files.cleanup()
 
     # --- the engine's thread ----------------------------------------------------------------------
-
-    def _post(self, function: Callable[[], None]) -> None:
-        with self._wake:
-            self._asked.append(function)
-            self._wake.notify()
 
     def _ask(self, function: Callable[[], T]) -> T:
         """Run on the engine's thread, between two steps, and wait for the answer."""
@@ -267,23 +260,20 @@ class EmbeddedEngine:
             except BaseException as e:
                 answer.set_exception(e)
 
-        self._post(run)
+        self._asked.put(run)
         return answer.result()
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not self._asked and self._live.is_idle and not self._closing:
-                    self._wake.wait()
-                if self._closing:
-                    break
-                asked, self._asked = self._asked, deque()
-            for function in asked:
-                function()
-            if not self._live.is_idle:
+        while not self._closing:
+            if self._live.is_idle or not self._asked.empty():
+                self._asked.get()()
+            else:
                 self._live_step()
         for request in (*self._live.running, *self._live.waiting):
             request.on_event(TokenEvent(None, finish=Finish.ABORT))
+
+    def _end(self) -> None:
+        self._closing = True
 
     def _live_step(self) -> None:
         try:

@@ -91,7 +91,7 @@ async def _serve(
 @asynccontextmanager
 async def serving(engine: EmbeddedEngine, host: str, port: int) -> AsyncIterator[int]:
     """The server, listening; yields the port. For tests, port 0 takes a free one."""
-    server = Server(engine, Text(engine.settings.model_dir))
+    server = Server(engine, await asyncio.to_thread(Text, engine.settings.model_dir))
     runner = web.AppRunner(
         server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S
     )
