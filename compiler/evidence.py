@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,18 @@ def bundle(
         "workloads": dict(workloads),
         "environment": dict(environment),
         "policy": asdict(policy),
-        "validation": asdict(validation) if validation else None,
+        "validation": _finite(asdict(validation)) if validation else None,
         "screen": asdict(screen) if screen else None,
         "confirm": asdict(confirm) if confirm else None,
         "verdict": candidate.stage.value,
         "story": [asdict(line) for line in candidate.story],
     }
-    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _finite(kept: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null where a candidate never came to be compared."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in kept.items()}
 
 
 def digest(bundle: str) -> str:
@@ -140,8 +146,9 @@ def _validation(
     if kept["passed"] != (not kept["failures"]):
         wrong.append(f"validation says passed={kept['passed']}, {len(kept['failures'])} failures")
     limit = gate.kl_limit(kept["band"], gate.EPS[environment["dtype"]], policy)
-    if kept["passed"] and not kept["kl_p99"] <= limit:
-        wrong.append(f"validation passed with KL p99 {kept['kl_p99']:.2e}, over {limit:.2e} nats")
+    found = kept["kl_p99"]
+    if kept["passed"] and (found is None or found > limit):
+        wrong.append(f"validation passed with KL p99 {found} nats, over {limit:.2e}")
     return wrong
 
 

@@ -27,8 +27,8 @@ class GatePolicy:
     num_fast_layers: int | None = 2  # of the screen; None is all
     min_gain: float = 0.02  # 0.02: 2 % more tokens/s
     min_pairs: int = 5  # stock and candidate, side by side
-    max_pairs: int = 16
-    screen_s: float = 1.5  # of racing, from which on no further pair starts
+    max_pairs: int = 40
+    screen_s: float = 1.5  # of racing; then only a promising one goes on, up to four times that
     confirm_s: float = 4.0
     band_z: float = 2.5  # A/A band in standard errors
     noise_floor: float = 0.005  # relative; no clock on a shared machine is better than that
@@ -330,6 +330,18 @@ def is_settled(found: Effect, num_pairs: int, policy: GatePolicy) -> bool:
         return num_pairs >= 3 and found.median + found.band < wanted
     error = found.band / policy.band_z
     return found.median - found.band > wanted or found.median + error < wanted
+
+
+def is_over(
+    found: Effect, num_pairs: int, elapsed_s: float, limit_s: float, policy: GatePolicy
+) -> bool:
+    """No further pair: the answer is settled or the time is up. One that is a standard error over
+    the wanted gain gets more of it, since noise is the only thing against it."""
+    if is_settled(found, num_pairs, policy) or num_pairs >= policy.max_pairs:
+        return True
+    is_promising = found.median - found.band / policy.band_z > np.log1p(policy.min_gain)
+    is_late = elapsed_s > limit_s * (4 if is_promising else 1)
+    return num_pairs >= policy.min_pairs and is_late
 
 
 def no_effect(num_orig_calls: int, num_candidate_calls: int, policy: GatePolicy) -> str | None:

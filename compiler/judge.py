@@ -607,13 +607,13 @@ class Court:
             self._dock.run(side)
             self._dock.measure(salted(workload, self._rng(), self._truth), layers, self._clock)
         rng, start = self._rng(), self._clock()  # after the load
-        while len(laps) < self._policy.max_pairs:
+        while True:
             lap = salted(workload, rng, self._truth)
             laps.append(self._lap(portfolio, lap, layers, bool(rng.integers(2))))
-            if len(laps) < 2:
-                continue
-            is_late = self._clock() - start > limit_s and len(laps) >= self._policy.min_pairs
-            if is_late or gate.is_settled(_effect(laps, self._policy), len(laps), self._policy):
+            spent_s = self._clock() - start
+            if len(laps) >= 2 and gate.is_over(
+                _effect(laps, self._policy), len(laps), spent_s, limit_s, self._policy
+            ):
                 return
 
     def _lap(

@@ -14,11 +14,12 @@ def generate(out: Path) -> None:
 
     names = [f"protos/{p.name}" for p in sorted(HERE.glob("sidecar_*.proto"))]
     kinds = ("python", "grpc_python", "mypy", "mypy_grpc")
-    args = ["protoc", f"-I{HERE.parent}", *(f"--{kind}_out={out}" for kind in kinds), *names]
-    if protoc.main(args) != 0:
+    scripts = Path(sys.executable).parent  # of this environment, whatever PATH says
+    plugins = [f"--plugin=protoc-gen-{kind}={scripts}/protoc-gen-{kind}" for kind in kinds[2:]]
+    outs = [f"--{kind}_out={out}" for kind in kinds]
+    if protoc.main(["protoc", f"-I{HERE.parent}", *plugins, *outs, *names]) != 0:
         raise RuntimeError(f"protoc failed on {', '.join(names)}")
 
 
 if __name__ == "__main__":
     generate(HERE.parent)
-    sys.exit(0)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from drift.learned import LearnedDetector
+from drift.detector import DriftDetector
 from engines.remote import RemoteEngine, control_address, swap_key
 from profiler.reservoir import Reservoir
 from profiler.window import Window
@@ -76,18 +76,23 @@ def _sole(state: Path) -> Iterator[None]:
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     fd = os.open(state / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd, state)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, state: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         holder = os.pread(fd, 100, 0).decode(errors="replace")
         raise CannotServe(
             f"{state} is in use by process {holder}, another `trimtab serve`; stop it, or give "
             "this one another --name"
         ) from e
-    finally:
-        os.close(fd)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -182,7 +187,7 @@ async def _control(config: Config, store: SqliteStore) -> None:
         swap_key=await asyncio.to_thread(swap_key),
         window=Window(config.drift.window_requests, config.drift.window_s),
         reservoir=Reservoir(config.reservoir.num_requests),
-        detector=LearnedDetector(),
+        detector=_detector,
         tokenizer=tokenizer,
         search=search,
         metrics=metrics,
@@ -204,6 +209,12 @@ async def _control(config: Config, store: SqliteStore) -> None:
         await tokenizer.close()
         for engine in (*engines.values(), *pulses.values()):
             engine.close()
+
+
+def _detector() -> DriftDetector:
+    from drift.learned import LearnedDetector
+
+    return LearnedDetector()
 
 
 def _engines(config: Config, timeout_s: float) -> dict[str, RemoteEngine]:

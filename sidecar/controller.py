@@ -159,7 +159,7 @@ class Controller:
         swap_key: bytes,
         window: Window,
         reservoir: Reservoir,
-        detector: DriftDetector,
+        detector: Callable[[], DriftDetector],
         tokenizer: MakesWorkloads,
         search: Callable[[SearchOrder, str], Any],
         metrics: Metrics,
@@ -167,7 +167,8 @@ class Controller:
     ) -> None:
         """`engines` maps every URL to its control, whether or not anybody answers there (else the
         arm is cold); `pulses` are the same with a short deadline. `commit` writes a committed table
-        where data planes find it without us, and blocks."""
+        where data planes find it without us, and blocks. `detector` is called in a thread, once
+        there is traffic to judge: its libraries take seconds to import."""
         self._settings = settings
         self._records = records
         self._commit = commit
@@ -175,7 +176,8 @@ class Controller:
         self._swap_key = swap_key
         self._window = window
         self._reservoir = reservoir
-        self._detector = detector
+        self._make_detector = detector
+        self._detector: DriftDetector | None = None
         self._tokenizer = tokenizer
         self._search = search
         self._metrics = metrics
@@ -188,6 +190,7 @@ class Controller:
         self._profiles: asyncio.Queue[TrafficProfile] = asyncio.Queue(maxsize=4)
         self._profile: TrafficProfile | None = None
         self._version = first_table.version
+        self._kept_version = 0  # belongs to the store's thread
         self._serving, self._spare = first_table.stable, first_table.canary
         self._rollout: Rollout | None = None  # the open one, or the live candidate's
         self._known: dict[str, Candidate] = {}  # those in the rollout's hands
@@ -291,6 +294,8 @@ class Controller:
 
     async def _judge_traffic(self) -> None:
         profile = await self._profiles.get()
+        if self._detector is None:
+            self._detector = await asyncio.to_thread(self._make_detector)
         verdict = await asyncio.to_thread(self._detector.update, profile)
         self._last_verdict = str(verdict)
         document = json.dumps(asdict(verdict))
@@ -328,7 +333,8 @@ class Controller:
         search_id, why = await self._to_search.get()
         try:
             code = await self._searched(search_id, why)
-            await asyncio.to_thread(self._detector.rebase)
+            if self._detector is not None:
+                await asyncio.to_thread(self._detector.rebase)
             self._fresh_search = search_id if code == WINNER else ""
         except (WrongState, EngineGone) as e:
             await self._tell("experiment", f"search {search_id} could not start: {e}")
@@ -635,6 +641,9 @@ class Controller:
 
     async def _kept(self, table: RoutingTable) -> None:
         def write() -> None:
+            if table.version <= self._kept_version:
+                return  # a rollback overtook it
+            self._kept_version = table.version
             self._records.put(VERSION_KEY, table.version)
             if table.lease_s is None:
                 self._commit(table)
@@ -668,7 +677,7 @@ class Controller:
         rollout = self._rollout
         if rollout is not None and rollout.stage is not Stage.LIVE:
             return Stage.SHADOW if rollout.stage is Stage.CONFIRMED else rollout.stage
-        if self._search_id:
+        if self._search_id or self._fresh_search:  # its winner is looked at in a moment
             return "searching"
         return rollout.stage if rollout is not None else self._last_end or "idle"
 

@@ -6,7 +6,6 @@ It needs nobody: without a controller it serves on with the last committed table
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ import uvloop
 
 from sidecar.link import Link, LinkSettings
 from sidecar.mirror import Mirror, MirrorSettings
-from sidecar.relay import Engines, Relay, RelaySettings, serve
+from sidecar.relay import CannotListen, Engines, Relay, RelaySettings, serve
 from sidecar.routing import Routing, RoutingTable, load_table
 
 log = logging.getLogger(__name__)
@@ -51,10 +50,6 @@ class Plane:
     link: Link
 
 
-class PortTaken(OSError):
-    """Somebody else listens there."""
-
-
 class Ready(Protocol):
     """Told once, when the port accepts: a `multiprocessing.Event` does."""
 
@@ -63,7 +58,7 @@ class Ready(Protocol):
 
 @asynccontextmanager
 async def plane(settings: PlaneSettings) -> AsyncIterator[Plane]:
-    """Serve until left, then drain within the grace time. Raises `PortTaken`."""
+    """Serve until left, then drain within the grace time. Raises `CannotListen`."""
     routing = Routing(await asyncio.to_thread(_first_table, settings))
     plane_id = f"{settings.host}:{settings.port}/{os.getpid()}"
     link = Link(settings.controller_address, plane_id, routing, settings.link, settings.table_path)
@@ -71,7 +66,8 @@ async def plane(settings: PlaneSettings) -> AsyncIterator[Plane]:
     engines = Engines(settings.relay.connect_timeout_s, settings.relay.keepalive_s)
     relay = Relay(routing, engines, link, mirror, settings.relay)
     try:
-        async with _listening(relay, settings) as port, mirror.running():
+        where = settings.host, settings.port, settings.reuse_port
+        async with serve(relay, *where, settings.grace_s) as port, mirror.running():
             link.start()
             yield Plane(port, routing, link)
     finally:
@@ -86,27 +82,13 @@ def _first_table(settings: PlaneSettings) -> RoutingTable:
     return kept
 
 
-@asynccontextmanager
-async def _listening(relay: Relay, settings: PlaneSettings) -> AsyncIterator[int]:
-    where = settings.host, settings.port
-    try:
-        async with serve(relay, *where, settings.reuse_port, settings.grace_s) as port:
-            yield port
-    except OSError as e:
-        if e.errno != errno.EADDRINUSE:
-            raise
-        raise PortTaken(
-            e.errno, f"{where[0]}:{where[1]} is taken: stop who listens there, or give --port"
-        ) from e
-
-
 def run_plane(settings: PlaneSettings, ready: Ready | None = None) -> None:
     """A data-plane process from start to end: serves until SIGTERM or SIGINT, then drains. A second
     signal ends it at once. Raises `SystemExit` with a line for the user when it cannot listen."""
     try:
         uvloop.run(_until_signalled(settings, ready))
-    except PortTaken as e:
-        raise SystemExit(f"trimtab: {e.strerror}") from e
+    except CannotListen as e:
+        raise SystemExit(f"trimtab: {e}") from e
 
 
 async def _until_signalled(settings: PlaneSettings, ready: Ready | None) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import socket
 import struct
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -193,7 +195,7 @@ class Engines:
         return ClientSession(
             connector=connector,
             response_class=_Response,
-            timeout=ClientTimeout(total=None, sock_connect=self._timeout_s),
+            timeout=ClientTimeout(connect=self._timeout_s, sock_connect=self._timeout_s),
             cookie_jar=DummyCookieJar(),
             trust_env=False,
             auto_decompress=False,
@@ -257,6 +259,10 @@ class _Answer(web.StreamResponse):
         for name in (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER):
             if name.lower() not in self._given:
                 self.headers.popall(name, None)
+
+
+class CannotListen(Exception):
+    """The address cannot be had. Says why, and the way out."""
 
 
 class ClientLeft(Exception):
@@ -386,55 +392,58 @@ class Relay:
         await self._idle.wait()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One request, from its head to the end of its response. Raises only `CancelledError`."""
+        """One request, from its head to the end of its response."""
         self._num_active += 1
         self._idle.clear()
         try:
             return await self._handle(request)
+        except (ConnectionError, asyncio.CancelledError):
+            raise  # the client left
+        except Exception as e:
+            _log_unexpected(e)
+            if request.writer.output_size:  # a second head must not follow the first
+                raise ConnectionResetError("broken off by the relay") from None
+            return self._refuse(Refusal(500, "the relay failed; the engine may be well"))
         finally:
             self._num_active -= 1
             if not self._num_active:
                 self._idle.set()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "GET" and request.headers.get("Upgrade", "").lower() == "websocket":
+            return await self._tunnel(request)
         started_s = time.monotonic()
-        table, kind = self._routing.table, route(request.method, request.raw_path)
-        outcome = Outcome.CLIENT_ERROR
+        kind = route(request.method, request.raw_path)
+        body = _Body(request, self._settings.max_kept_body_bytes)
         try:
-            self._check(request, table, kind)
-            body = _Body(request, self._settings.max_kept_body_bytes)
-            outcome = Outcome.CLIENT_CANCELLED
+            self._check(request, kind)
             await body.read_start()
         except Refusal as e:
             self._observer.count(Outcome.CLIENT_ERROR, Role.STABLE, kind)
             return self._refuse(e)
         except BaseException:
-            self._observer.count(outcome, Role.STABLE, kind)
+            self._observer.count(Outcome.CLIENT_CANCELLED, Role.STABLE, kind)
             raise
-        journey = self._begin(request, table, kind, body, started_s)
+        journey = self._begin(request, kind, body, started_s)
         try:
             return await self._travel(journey)
         finally:
             self._end(journey)
 
-    def _check(self, request: web.BaseRequest, table: RoutingTable, kind: Route) -> None:
+    def _check(self, request: web.BaseRequest, kind: Route) -> None:
+        table = self._routing.table
         if request.method == "CONNECT":
             raise Refusal(405, "this is not a forward proxy")
         if kind is Route.CONTROL and table.canary and table.weight > 0:
             raise Refusal(409, "a canary is open and this changes the engine: end the canary first")
 
     def _begin(
-        self,
-        request: web.BaseRequest,
-        table: RoutingTable,
-        kind: Route,
-        body: _Body,
-        started_s: float,
+        self, request: web.BaseRequest, kind: Route, body: _Body, started_s: float
     ) -> _Journey:
         headers = [(k, v) for k, v in end_to_end(request.raw_headers) if k.lower() != "expect"]
         key = self._session_key(request, body)
         upstream = self._routing.pick(key, None if kind is Route.GENERATION else Role.STABLE)
-        busy = upstream.num_in_flight
+        table, busy = self._routing.table, upstream.num_in_flight
         return _Journey(request, kind, table, headers, body, key, upstream, busy, started_s)
 
     def _session_key(self, request: web.BaseRequest, body: _Body) -> bytes:
@@ -521,6 +530,24 @@ class Relay:
         if self.draining:
             response.force_close()
         return response
+
+    async def _tunnel(self, request: web.BaseRequest) -> web.StreamResponse:
+        """A WebSocket is the stable engine's affair: bytes both ways, whatever they mean."""
+        upstream = self._routing.pick(_credential(request), Role.STABLE)
+        outcome = Outcome.CLIENT_CANCELLED
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                connection = await _connect(upstream.url)
+            await _pass_both_ways(request, *connection)
+            outcome = Outcome.OK
+        except (OSError, TimeoutError) as e:
+            outcome = Outcome.UPSTREAM_UNREACHABLE
+            log.warning("engine did not answer", extra={"error": type(e).__name__})
+            return self._refuse(Refusal(502, "the engine does not answer; try again"))
+        finally:
+            self._routing.release(upstream)
+            self._observer.count(outcome, Role.STABLE, Route.OTHER)
+        return web.StreamResponse()  # goes nowhere: the connection is closed
 
     # ---- the end
 
@@ -625,6 +652,73 @@ def _break_off(request: web.BaseRequest, answer: web.StreamResponse) -> None:
     transport.close()
 
 
+async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    return await asyncio.open_connection(
+        parts.hostname, parts.port or (443 if tls else 80), ssl=tls or None
+    )
+
+
+async def _pass_both_ways(
+    request: web.BaseRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Until either side closes. Closes both: the engine's end at once, the client's once all of the
+    engine's bytes are sent."""
+    client = request.transport
+    assert client is not None
+    lines = [f"{request.method} {request.raw_path} HTTP/1.1".encode()]
+    lines += [name + b": " + value for name, value in request.raw_headers]
+    writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+    inlet = _Inlet(client, writer)
+    request.protocol.set_parser(inlet)  # type: ignore[arg-type]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            upward = tasks.create_task(inlet.keep_pace())
+            with suppress(ConnectionError):
+                while chunk := await reader.read(1 << 16):
+                    await request.writer.write(chunk)
+            upward.cancel()
+    finally:
+        writer.transport.abort()
+        client.close()
+
+
+class _Inlet:
+    """What the client sends goes straight on; when the engine is slow, the client has to wait. In
+    the place of aiohttp's WebSocket parser."""
+
+    def __init__(self, client: asyncio.Transport, writer: asyncio.StreamWriter) -> None:
+        self._client = client
+        self._writer = writer
+        self._full = asyncio.Event()
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        self._writer.write(data)
+        if self._writer.transport.get_write_buffer_size() > MAX_HEAD_BYTES:
+            self._client.pause_reading()
+            self._full.set()
+        return False, b""
+
+    def feed_eof(self) -> None:
+        self._writer.transport.abort()
+
+    async def keep_pace(self) -> None:
+        while True:
+            await self._full.wait()
+            self._full.clear()
+            with suppress(ConnectionError):
+                await self._writer.drain()
+            self._client.resume_reading()
+
+
+def _log_unexpected(error: Exception) -> None:
+    """Where, but not what it said: that may quote the user."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    fields = {"error": type(error).__name__, "at": f"{place.filename}:{place.lineno}"}
+    log.error("request failed in the relay", extra=fields)
+
+
 def _outcome(status: int) -> Outcome:
     if status >= 500:
         return Outcome.SERVER_ERROR
@@ -641,11 +735,12 @@ async def serve(
     relay: Relay, host: str, port: int, reuse_port: bool, grace_s: float
 ) -> AsyncIterator[int]:
     """Listen; gives the port. Leaving stops accepting, waits up to `grace_s` for what is in flight,
-    and aborts the rest. Raises `OSError` when the address cannot be had."""
+    and aborts the rest. Raises `CannotListen`."""
     server = web.Server(
         relay.handle,
         handler_cancellation=True,
         access_log=None,
+        logger=logging.Logger("silent", logging.CRITICAL + 1),  # its errors quote the request
         auto_decompress=False,
         max_line_size=MAX_HEAD_BYTES,
         max_field_size=MAX_HEAD_BYTES,
@@ -655,12 +750,24 @@ async def serve(
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, backlog=2048, reuse_port=reuse_port)
-        await site.start()
+        await _start(site, host, port)
         yield int(runner.addresses[0][1])
         relay.draining = True
         await site.stop()
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(grace_s):
                 await relay.drained()
+        except TimeoutError:
+            log.warning("requests in flight are broken off", extra={"grace_s": grace_s})
     finally:
         await runner.cleanup()
+
+
+async def _start(site: web.TCPSite, host: str, port: int) -> None:
+    try:
+        await site.start()
+    except OSError as e:
+        why = os.strerror(e.errno or 0).lower()
+        raise CannotListen(
+            f"{host}:{port} cannot be listened on ({why}): stop who does, or give another --port"
+        ) from e

@@ -49,6 +49,8 @@ class Tokenizer:
 
     async def _ids(self, live: LiveRequest) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         body = orjson.loads(live.body)
+        if not isinstance(body, dict):
+            return None
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             asked = tuple(prompt)

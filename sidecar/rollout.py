@@ -8,6 +8,8 @@ meets traffic, LIVE included, and they come first.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
@@ -169,11 +171,24 @@ def breach(figures: Figures, policy: RolloutPolicy) -> str | None:
         num, failed = len(figures.canary.counted), figures.canary.num_failed
         return f"{failed} of {num} canary requests failed"
     if agreement(figures.mirrored, policy.agreement) is Agreement.DISAGREES:
-        return "mirrored answers disagree with the primary's"
+        return f"mirrored answers disagree with the primary's: {_counted(figures.mirrored)}"
     ratio = latency_ratio(figures, policy.min_requests)
     if ratio is not None and ratio > policy.max_latency_ratio:
         return f"{ratio:.2f} times the stable arm's seconds per token"
     return None
+
+
+def _counted(results: Sequence[MirrorResult]) -> str:
+    outcomes = Counter(r.outcome for r in results)
+    said = ", ".join(f"{outcomes[o]} {o}" for o in ("ok", "diff", "error"))
+    timed = [r for r in results if r.primary_e2e_s > 0 and r.shadow_e2e_s > 0]
+    if not timed:
+        return said
+    shadow_s, primary_s = (
+        median(r.shadow_e2e_s for r in timed),
+        median(r.primary_e2e_s for r in timed),
+    )
+    return f"{said}, median {shadow_s:.3f} s against {primary_s:.3f} s"
 
 
 def _fails_more(figures: Figures, policy: RolloutPolicy) -> bool:

@@ -210,7 +210,7 @@ class Room:
             swap_key=KEY,
             window=Window(5, 60.0),
             reservoir=Reservoir(8),
-            detector=self.detector,
+            detector=lambda: self.detector,
             tokenizer=FakeTokenizer(),
             search=self.search,
             metrics=Metrics(),

@@ -26,8 +26,8 @@ from tests.fakes_control import PRIMARY, SHADOW, TABLE, FakeOperator, joined, sa
 T = TypeVar("T")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_poller() -> None:
+@pytest.fixture(autouse=True)
+async def _one_poller() -> None:
     """grpc's thread is joined, and so the loop blocked, when its last server goes; keep it."""
     grpc.aio.init_grpc_aio()
 

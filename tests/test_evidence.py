@@ -10,7 +10,7 @@ from fakes_engine import HONEST, KEY, FakeEngine, FakeEngines, portfolio, worklo
 
 from compiler import evidence
 from compiler.candidates import Candidate, Event
-from compiler.gate import GatePolicy
+from compiler.gate import GatePolicy, ValidationReport
 from compiler.judge import Court, Setup, Workloads
 
 POLICY = GatePolicy(min_pairs=3, max_pairs=4)
@@ -75,6 +75,8 @@ def _with(proof: str, value: Any, *path: str | int) -> str:
         (["it was wrong"], ("validation", "failures"), "1 failures"),
         (None, ("confirm",), "without a confirm"),
         (None, ("validation",), "without a passed validation"),
+        (0.5, ("validation", "kl_p99"), "KL p99"),
+        (None, ("validation", "kl_p99"), "KL p99"),
         (9, ("version",), "version"),
     ],
 )
@@ -83,6 +85,21 @@ def test_what_was_changed_shows(
 ) -> None:
     found = evidence.verify(_with(proof, value, *path))
     assert any(why in line for line in found), found
+
+
+def test_a_candidate_that_was_never_compared_has_a_bundle_too() -> None:
+    inf = float("inf")
+    report = ValidationReport(False, inf, inf, inf, None, 1e-12, ("it raised",), faulted=True)
+    candidate = Candidate("c-0002", "s-01", None, "search", "", portfolio(HONEST))
+    candidate = candidate.after(Event.FAULTED, at=1.0)
+    made = evidence.bundle(
+        candidate,
+        workloads={},
+        environment=evidence.environment(FakeEngine().info()),
+        policy=POLICY,
+        validation=report,
+    )
+    assert evidence.verify(made) == []
 
 
 def test_what_is_no_bundle_says_so() -> None:

@@ -135,12 +135,12 @@ def test_a_gain_inside_the_noise_is_not_faster() -> None:
 
 
 def _race(seed: int, gain: float, noise: float) -> bool:
-    """What the judge does: stop as soon as it is settled, at every pair it looks."""
+    """What the judge does: look at every pair, stop when it is over. A pair takes a tenth."""
     times = np.exp(noise * np.random.default_rng(seed).standard_normal((2, POLICY.max_pairs)))
     times[1] /= 1 + gain
     for n in range(2, POLICY.max_pairs + 1):
         found = gate.effect(list(times[0, :n]), list(times[1, :n]), POLICY)
-        if gate.is_settled(found, n, POLICY):
+        if gate.is_over(found, n, n * POLICY.screen_s / 10, POLICY.screen_s, POLICY):
             break
     return gate.is_faster(found, POLICY)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +21,10 @@ from fakes_engine import (
 
 from compiler.gate import GatePolicy, Trial, ValidationReport
 from compiler.judge import Court, Judge, Setup, VerdictVoid, Workloads
-from engines.engine import EngineGone, Portfolio
+from engines.embedded.engine import EmbeddedEngine, EngineSettings
+from engines.engine import EngineGone, Portfolio, Scope
+from engines.host import Host
+from engines.remote import RemoteEngine
 
 POLICY = GatePolicy(deadline_s=10.0)
 WORKLOADS = Workloads(screen=workload(0), confirm=workload(1), held_out=workload(2))
@@ -249,3 +255,88 @@ def test_a_silent_judge_is_killed() -> None:
             judge.validate(portfolio(HONEST + "\nimport time\ntime.sleep(30)\n"))
     finally:
         judge.close()
+
+
+# --- on the real engine ---------------------------------------------------------------------------
+
+NORM = """
+import torch.nn.functional as F
+TARGETS = {"cls:RMSNorm": "norm"}
+def norm(self, x, residual=None):
+    x = x if residual is None else x + residual
+    y = F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+    return y if residual is None else (y, x)
+"""
+MOE = """
+import torch
+import torch.nn.functional as F
+TARGETS = {"cls:Qwen3MoeSparseMoeBlock": "moe"}
+WHEN = {"num_tokens": (1, 32)}
+def moe(self, hidden_states):
+    experts = self.experts
+    weights, chosen = self.gate(hidden_states)[0].softmax(-1).topk(experts.top_k)
+    weights = weights / weights.sum(-1, keepdim=True)
+    both = torch.einsum("nh,nkih->nki", hidden_states, experts.w13_weight[chosen])
+    gate, up = both.chunk(2, -1)
+    each = torch.einsum("nki,nkhi->nkh", F.silu(gate) * up, experts.w2_weight[chosen])
+    return (each * weights.unsqueeze(-1)).sum(1)
+"""
+
+
+def _serve(address: str, dtype: str) -> None:
+    host = Host(EmbeddedEngine(EngineSettings(dtype=dtype, scope=Scope.TRIAL, key=KEY)), address)
+    host.start()
+    time.sleep(300)
+
+
+@pytest.fixture(scope="module")
+def real_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
+    """Over two real engines in processes of their own."""
+    folder, spawn = tmp_path_factory.mktemp("real"), multiprocessing.get_context("spawn")
+    sockets = {dtype: folder / f"{dtype}.sock" for dtype in ("float32", "float64")}
+    engines = [spawn.Process(target=_serve, args=(f"unix:{s}", d)) for d, s in sockets.items()]
+    for engine in engines:
+        engine.start()
+    while not all(s.exists() for s in sockets.values()):
+        assert all(engine.is_alive() for engine in engines)
+        time.sleep(0.1)
+    judge = Judge(
+        connect=RemoteEngine,
+        tuning_address=f"unix:{sockets['float32']}",
+        reference_address=f"unix:{sockets['float64']}",
+        trial_key=KEY,
+        workloads=WORKLOADS,
+    )
+    yield judge
+    judge.close()
+    for engine in engines:
+        engine.kill()
+        engine.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [NORM, MOE])
+def test_an_honest_rewrite_passes_on_the_real_engine(real_judge: Judge, source: str) -> None:
+    report = real_judge.validate(portfolio(source))
+    assert report.failures == ()
+    assert not report.recycle
+
+
+LOW = "hidden_states.bfloat16().float(), experts"
+KEPT = "    y = KEPT.setdefault(x.shape, y)\n    return"
+REAL_CHEATS = {
+    "low precision": edited(NORM, "    return", "    y = y.bfloat16().float()\n    return"),
+    "low precision products": edited(MOE, "hidden_states, experts", LOW),
+    "one expert": edited(MOE, "experts.top_k", "1"),
+    "light experts skipped": edited(MOE, "    both", "    weights *= weights > 0.35\n    both"),
+    "no epsilon": edited(NORM, "self.variance_epsilon", "0.0"),
+    "kept outputs": edited("KEPT = {}" + NORM, "    return", KEPT),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cheat", REAL_CHEATS)
+def test_a_cheat_does_not_pass_on_the_real_engine(real_judge: Judge, cheat: str) -> None:
+    report = real_judge.validate(REAL_CHEATS[cheat])
+    assert report.failures
+    assert not report.faulted

@@ -49,7 +49,8 @@ from sidecar.link import (
     table_from_wire,
     table_to_wire,
 )
-from sidecar.plane import PlaneSettings, PortTaken, plane, run_plane
+from sidecar.plane import PlaneSettings, plane, run_plane
+from sidecar.relay import CannotListen
 from sidecar.routing import Role, Routing, RoutingTable, load_table, save_table
 from sidecar.tap import LiveRequest
 
@@ -273,7 +274,7 @@ async def test_a_plane_that_starts_alone_serves_the_table_that_was_kept(tmp_path
 async def test_a_port_that_is_taken_is_said_to_be() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = replace(settings_for(A), port=taken.getsockname()[1])
-        with pytest.raises(PortTaken, match="is taken: stop who listens there"):
+        with pytest.raises(CannotListen, match=r"already in use.*give another --port"):
             async with plane(settings):
                 pass
 

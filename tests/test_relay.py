@@ -9,7 +9,8 @@ import os
 import random
 import socket
 import struct
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -503,6 +504,84 @@ async def test_a_stream_beyond_the_grace_time_is_broken_off_without_an_end() -> 
         assert END not in await c.rest()
 
 
+# ---- tunnels
+
+UPGRADE = (
+    b"GET /v1/realtime?x=%2F HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Key: k\r\nSec-WebSocket-Protocol: p\r\n\r\n"
+)
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
+@asynccontextmanager
+async def raw_engine(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await talk(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_an_upgraded_connection_is_passed_byte_for_byte_both_ways() -> None:
+    heads = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(SWITCHED + b"\x81\x01a")
+        writer.write(await reader.readexactly(300_000))
+        writer.write(b"\x88\x02\x03\xf0")
+        await writer.drain()
+
+    sent = random.Random(1).randbytes(300_000)
+    async with raw_engine(talk) as url, proxy(url) as p, client(p.port) as c:
+        c.send(UPGRADE)
+        assert await c.until(b"\x81\x01a") == SWITCHED + b"\x81\x01a"
+        c.send(sent)
+        assert await c.rest() == sent + b"\x88\x02\x03\xf0"
+    assert heads == [UPGRADE]
+    assert p.notes.counts == [(Outcome.OK, Role.STABLE, Route.OTHER)]
+
+
+async def test_a_client_that_leaves_a_tunnel_frees_the_engine() -> None:
+    freed = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(SWITCHED)
+        with suppress(ConnectionError):
+            await reader.read()
+        freed.set()
+
+    async with raw_engine(talk) as url, proxy(url) as p, client(p.port) as c:
+        c.send(UPGRADE)
+        await c.until(b"\r\n\r\n")
+        c.leave()
+        async with asyncio.timeout(5):
+            await freed.wait()
+        await until(lambda: p.routing.num_in_flight() == 0)
+
+
+async def test_a_refused_upgrade_is_passed_on() -> None:
+    refusal = b"HTTP/1.1 403 No\r\nContent-Length: 2\r\n\r\nno"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(refusal)
+
+    async with raw_engine(talk) as url, proxy(url) as p:
+        assert await ask(p.port, UPGRADE) == refusal
+
+
+async def test_an_upgrade_to_an_engine_that_is_not_there_is_a_502() -> None:
+    async with proxy(NOBODY) as p, client(p.port) as c:
+        c.send(UPGRADE)
+        assert (await c.until(b"}}")).startswith(b"HTTP/1.1 502 ")
+
+
 # ---- arms
 
 
@@ -635,6 +714,24 @@ async def test_bypass_looks_at_nothing() -> None:
     assert p.notes.lives == []
 
 
+async def test_a_fault_of_ours_after_the_answer_adds_no_second_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with upstream() as engine, proxy(engine.url) as p, client(p.port) as c:
+        p.notes.samples = None  # type: ignore[assignment]
+        c.send(CHAT)
+        assert await c.rest() == OK
+    assert "request failed in the relay" in caplog.text
+
+
+async def test_a_fault_of_ours_before_the_answer_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
+    async with upstream() as engine, proxy(engine.url) as p:
+        p.routing.pick = None  # type: ignore[assignment, method-assign]
+        response = await ask(p.port, closing(CHAT))
+    assert response.startswith(b"HTTP/1.1 500 ")
+    assert "request failed in the relay" in caplog.text
+
+
 async def test_user_text_is_never_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level("DEBUG")
     secret = b'{"prompt": "CANARY-7F3A"}'
@@ -651,4 +748,5 @@ async def test_user_text_is_never_logged(caplog: pytest.LogCaptureFixture, tmp_p
             (dead.port, "/"),
         ):
             await ask(port, closing(post(path, secret, "Authorization: Bearer CANARY-7F3A")))
+        await ask(p.port, b"GET / HTTP/1.1\r\nCANARY-7F3A\r\nX: CANARY-7F3A\x00\r\n\r\n")
     assert "CANARY" not in caplog.text

@@ -101,7 +101,7 @@ ROWS = ((0.6, 128), (0.85, 384), (1.0, 1024))
 long rows at the end teach the positions that prompts reach."""
 EVAL_ROW, EVAL_ROWS = 512, 8
 PEAK_LR, WARMUP_STEPS, BALANCE, CLIP = 4e-3, 100, 0.01, 1.0
-CHECKPOINT_S = 5.0
+CHECKPOINT, CHECKPOINT_S = "checkpoint.pt", 180.0
 
 TURNS = re.compile(
     r"(?P<user>.{1,160}\n|.{1,160}\s|.{1,160})"
@@ -345,10 +345,10 @@ class Training:
         self.model = new_model(seed)
         self.progress = Progress()
         self._optimizer = new_optimizer(self.model)
-        self._checkpoint = out / "checkpoint.pt"
+        self._checkpoint = out / CHECKPOINT
 
     def resume(self) -> None:
-        """Continues from the checkpoint; raises FileNotFoundError when there is none."""
+        """Continues from the checkpoint, which must be there."""
         saved = torch.load(self._checkpoint, weights_only=True)
         self.model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
@@ -508,6 +508,8 @@ def report(
 def run(corpus: Path, out: Path, minutes: float, seed: int, resume: bool) -> None:
     """Writes an untrained model first, then trains it and replaces the weights."""
     started = time.monotonic()
+    if resume and not (out / CHECKPOINT).exists():
+        raise SystemExit(f"{out} holds no {CHECKPOINT}; start without --resume")
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, domains = load_corpus(corpus)
     write_tokenizer(tokenizer, out)

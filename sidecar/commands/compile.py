@@ -183,7 +183,7 @@ def _tell(report: SearchReport, ready_s: float, as_json: bool) -> None:
         return
     print(
         f"{report.num_experiments} experiments in {report.seconds:.0f} s, {report.ended}; "
-        f"a restart for each would have taken {ready_s:.1f} s more"
+        f"starting an engine takes {ready_s:.1f} s"
     )
     if best is None:
         print("no forward pass was honestly faster")
