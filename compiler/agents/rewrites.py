@@ -7,6 +7,7 @@ which of them wins depends on the model, the machine and the batch, so the searc
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from string import Template
@@ -61,8 +62,8 @@ class Idea:
     def source(self) -> str:
         low, high = self.guard.min_tokens, self.guard.max_tokens
         when = "" if self.guard == ALL else f'WHEN = {{"num_tokens": ({low}, {high})}}\n'
-        values = "_".join(value for _, value in self.knobs)
-        tag = f"{self.rewrite.name}_{values}_{low}".replace("-", "_").replace(" ", "_")
+        words = (self.rewrite.name, *(value for _, value in self.knobs), str(low))
+        tag = re.sub(r"\W+", "_", "_".join(words))
         body = Template(self.rewrite.body(dict(self.knobs))).substitute(tag=tag)
         return f'TARGETS = {{"cls:{self.rewrite.cls}": "forward"}}\n{when}\n{body.strip()}\n'
 
