@@ -28,6 +28,7 @@ from urllib.parse import unquote, urlsplit
 
 import orjson
 from aiohttp import (
+    ClientConnectorError,
     ClientError,
     ClientResponse,
     ClientSession,
@@ -465,8 +466,16 @@ class Relay:
             response.close()  # does nothing to a connection that came to its response's end
 
     async def _ask(self, journey: _Journey) -> ClientResponse:
-        """A second time only where the engine most likely never saw the first."""
+        """A second time only where the engine most likely never saw the first. An arm on trial
+        that cannot be connected to took nothing: its request is the stable arm's."""
         try:
+            return await self._send(journey, fresh=False)
+        except ClientConnectorError:
+            if journey.upstream.role is Role.STABLE:
+                raise
+            log.warning("canary did not answer, stable does", extra={"url": journey.upstream.url})
+            self._routing.release(journey.upstream)
+            journey.upstream = self._routing.pick(journey.session_key, Role.STABLE)
             return await self._send(journey, fresh=False)
         except NoResponse as e:
             if not e.stale or journey.body.kept is None:

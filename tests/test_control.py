@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import grpc
 import pytest
+from fakes_control import PRIMARY, SHADOW, TABLE, FakeOperator, joined, sample, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from sidecar.control import (
@@ -21,7 +22,6 @@ from sidecar.control import (
 )
 from sidecar.link import PlaneState
 from sidecar.routing import RoutingTable
-from tests.fakes_control import PRIMARY, SHADOW, TABLE, FakeOperator, joined, sample, until
 
 T = TypeVar("T")
 

@@ -6,14 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from compiler.candidates import Event, Stage
-from engines.engine import STOCK, Portfolio
-from profiler.samples import Outcome
-from sidecar.config import Autonomy
-from sidecar.control import NotThere, WrongState
-from sidecar.controller import Controller
-from tests.fakes_control import (
+from fakes_control import (
     FORWARD,
     OTHER,
     PRIMARY,
@@ -30,6 +23,13 @@ from tests.fakes_control import (
     until,
     until_stored,
 )
+
+from compiler.candidates import Event, Stage
+from engines.engine import STOCK, Portfolio
+from profiler.samples import Outcome
+from sidecar.config import Autonomy
+from sidecar.control import NotThere, WrongState
+from sidecar.controller import Controller
 
 NEW = Portfolio((FORWARD,))
 GOOD_STABLE = tuple(sample() for _ in range(20))

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from aiohttp import ClientSession
+from fakes_control import FakeOperator, sample
 
 from sidecar.link import CounterTotal, PlaneState
 from sidecar.metrics import MAX_DIGESTS, MAX_PLANES, Metrics, Totals, admin_site
 from sidecar.supervisor import free_port
-from tests.fakes_control import FakeOperator, sample
 
 
 def plane(id: str, num: float, outcome: str = "ok") -> PlaneState:

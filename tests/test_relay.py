@@ -372,6 +372,15 @@ async def test_an_engine_that_is_not_there_is_a_502_that_says_when_to_retry() ->
     assert sample.outcome is Outcome.UPSTREAM_UNREACHABLE
 
 
+async def test_a_canary_that_is_not_there_leaves_its_requests_to_stable() -> None:
+    async with upstream() as engine, proxy(engine.url, canary=(NOBODY,), weight=1.0) as p:
+        response = await ask(p.port, closing(CHAT))
+        sample = await p.finished()
+        assert p.routing.num_in_flight() == 0
+    assert response.startswith(b"HTTP/1.1 200 ")
+    assert sample.arm == "stable"
+
+
 async def test_a_reused_connection_that_closes_without_a_byte_is_replaced_once() -> None:
     async def once(engine: FakeUpstream, seen: Seen, out: asyncio.StreamWriter) -> None:
         if seen.num_on_connection == 2:

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from fakes_profile import Live, profile_of, sample
 
 from profiler.reservoir import (
     Reservoir,
@@ -18,7 +19,6 @@ from profiler.reservoir import (
     workload_to_json,
 )
 from profiler.window import TrafficProfile
-from tests.fakes_profile import Live, profile_of, sample
 
 
 def filled(num: int, capacity: int = 50, seed: int = 0) -> Reservoir:

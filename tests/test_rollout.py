@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fakes_control import mirrored, sample
 
 from compiler.candidates import Event, Stage
 from profiler.samples import Outcome, RequestSample
@@ -19,7 +20,6 @@ from sidecar.rollout import (
     decide,
     furthest,
 )
-from tests.fakes_control import mirrored, sample
 
 POLICY = RolloutPolicy(
     steps=(0.1, 0.5, 1.0), step_s=10, step_requests=5, agreement=AgreementPolicy(min_results=20)

@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
+from fakes_profile import profile_of, sample
 
 from profiler.samples import Outcome, StepSample
 from profiler.window import FEATURES, Window, profile_diff, profile_from_json, profile_to_json
-from tests.fakes_profile import profile_of, sample
 
 
 def step(load: list[list[int]] | None) -> StepSample:
