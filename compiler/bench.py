@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from profiler.reservoir import Workload
 from profiler.window import TrafficProfile
 
 BYTES_PER_VALUE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-NUM_TIMED = 5  # calls of one module; their median counts
+NUM_TIMED = 7  # calls of one module; the quickest counts, for an estimate
 
 
 class SearchOver(Exception):
@@ -43,7 +42,8 @@ class Verdict:
 
     candidate: Candidate
     reason: str  # in one line
-    gain: float | None  # 0.12: 12 % more tokens/s; None when it was never timed
+    gain: float | None  # 0.12: 12 % more tokens/s, shrunk by its noise; None when never timed
+    seen: float | None  # the same as it was seen, noise and all: a hint, never a claim
     report: str  # what the gate measured, in a few lines
     evidence: str  # digest of the bundle, or ""
 
@@ -101,8 +101,8 @@ class Hardware:
     def measured(cls, clock: Callable[[], float] = time.perf_counter) -> Hardware:
         """Of this machine's CPU, in a few milliseconds: a copy and a matrix product."""
         block, square = np.ones(1 << 22, np.float32), np.ones((384, 384), np.float32)
-        copy_s = _median_s(block.copy, clock)
-        product_s = _median_s(lambda: square @ square, clock)
+        copy_s = _quickest_s(block.copy, clock)
+        product_s = _quickest_s(lambda: square @ square, clock)
         return cls(2 * block.nbytes / copy_s, 2 * 384**3 / product_s)
 
 
@@ -154,7 +154,7 @@ def _call_s(
 ) -> float | None:
     """None when the module cannot be called alone."""
     try:
-        return _median_s(lambda: engine.call(path, [rows]), clock)
+        return _quickest_s(lambda: engine.call(path, [rows]), clock)
     except CandidateError:
         return None
 
@@ -176,10 +176,10 @@ def _hidden_size(info: EngineInfo) -> int:
     return max(norms, default=4) // BYTES_PER_VALUE.get(info.dtype, 4)
 
 
-def _median_s(call: Callable[[], object], clock: Callable[[], float]) -> float:
+def _quickest_s(call: Callable[[], object], clock: Callable[[], float]) -> float:
     samples = []
     for _ in range(NUM_TIMED):
         start = clock()
         call()
         samples.append(clock() - start)
-    return statistics.median(samples)
+    return min(samples)

@@ -341,7 +341,7 @@ class Trials:
             best=winner or self._best(Stage.SCREENED),
             num_experiments=self._num_settled - self._num_known,
             num_known=self._num_known,
-            rejections=Counter(c.story[-1].event.value for c in rejected),
+            rejections=dict(Counter(c.story[-1].event.value for c in rejected)),
             seconds=self._clock() - self._started_s,
             ended="budget spent" if self.remaining().is_spent else "agents done",
         )
@@ -457,12 +457,19 @@ class Trials:
     def _verdict(self, candidate: Candidate) -> Verdict:
         lines = [f"{line.event.value}: {line.note}" for line in candidate.story]
         reason = candidate.story[-1].note if candidate.story else ""
-        digest = self._proof(candidate).digest
-        return Verdict(candidate, reason, candidate.gain, "\n".join(lines), digest)
+        proof = self._proof(candidate)
+        seen = _seen(proof.confirm or proof.screen)
+        return Verdict(candidate, reason, candidate.gain, seen, "\n".join(lines), proof.digest)
 
 
 def _gain(candidate: Candidate) -> float:
     return candidate.gain if candidate.gain is not None else float("-inf")
+
+
+def _seen(trial: Trial | None) -> float | None:
+    if trial is None or not trial.candidate.num_repeats:
+        return None
+    return trial.stock.median_s / trial.candidate.median_s - 1
 
 
 def _scope(portfolio: Portfolio) -> str:

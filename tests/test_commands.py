@@ -113,6 +113,18 @@ def test_a_bundle_that_does_not_hold_is_an_answer(home: Path) -> None:
     assert done.returncode == 3
 
 
+@pytest.mark.slow
+def test_a_search_without_a_winner_says_no_and_leaves_no_engine(home: Path) -> None:
+    requests = [[[n + 1, 7, 8, 9], [1, 2, 3], 0.0] for n in range(6)]
+    workload = {"version": 1, "kind": "real", "max_concurrency": 2, "requests": requests}
+    what = ("--launch", "trimtab engine embedded", "--workload", "-", "--json")
+    how = ("--agent", "no-effect", "--budget", "1 experiment", "--name", "search")
+    done = trimtab(home, "compile", *what, *how, stdin=json.dumps(workload))
+    assert done.returncode == 3, done.stderr
+    assert json.loads(done.stdout)["winner_id"] is None
+    assert not any((home / "trimtab").glob("*.sock"))
+
+
 # --- a sidecar between two engines ----------------------------------------------------------------
 
 

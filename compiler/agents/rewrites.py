@@ -19,7 +19,7 @@ Knobs = Mapping[str, str]
 DECODE, PREFILL, ALL = Guard(1, 16), Guard(17), Guard()  # by tokens of a step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rewrite:
     """`knobs` names what can be turned; the first value of each is the one to try first."""
 
@@ -27,7 +27,7 @@ class Rewrite:
     cls: str  # module class whose forward it replaces
     knobs: Mapping[str, tuple[str, ...]]
     body: Callable[[Knobs], str]  # `prepare` and a function `forward`; $tag is unique to the file
-    is_exact: bool = True  # False: rounds more than stock does, and an honest gate says so
+    guards: tuple[Guard, ...]  # the batches to try it on first
 
     def settings(self) -> Iterator[Knobs]:
         """Every setting, the first choices first."""
@@ -127,6 +127,7 @@ NORM = Rewrite(
     "RMSNorm",
     {"norm": ("moment", "kernel"), "residual": ("in-place", "new")},
     _norm,
+    (ALL,),
 )
 
 # --- mixture of experts ---------------------------------------------------------------------------
@@ -254,42 +255,55 @@ _COMBINE = {
 }
 
 
-def _moe(knobs: Knobs) -> str:
-    is_packed = knobs["packing"] == "transposed"
-    strategy = knobs["experts"]
-    if strategy == "dense":
+def _dense(knobs: Knobs) -> str:
+    words = {
+        "pack13": "rows.t().contiguous()",
+        "pack2": "w2.transpose(1, 2).reshape(-1, hidden)",
+        "times13": "torch.mm(hidden_states, self.w13_$tag)",
+        "times2": "torch.mm(act, self.w2_$tag)",
+    }
+    if knobs["packing"] == "as-stored":
         words = {
-            "pack13": "rows.t().contiguous()" if is_packed else "rows",
-            "pack2": "w2.transpose(1, 2).reshape(-1, hidden)",
-            "times13": f"torch.mm(hidden_states, self.w13_$tag{'' if is_packed else '.t()'})",
-            "times2": "torch.mm(act, self.w2_$tag)",
+            "pack13": "rows",
+            "pack2": words["pack2"] + ".t().contiguous()",
+            "times13": "F.linear(hidden_states, self.w13_$tag)",
+            "times2": "F.linear(act, self.w2_$tag)",
         }
-        if not is_packed:
-            words["pack2"] += ".t().contiguous()"
-            words["times2"] = "F.linear(act, self.w2_$tag)"
-        return _filled(_MOE_DENSE + "\n" + _ROUTE, words)
-    turned = "{}.transpose(1, 2).contiguous()" if is_packed else "{}.transpose(1, 2)"
-    words = {"pack13": turned.format("w13"), "pack2": turned.format("w2")}
-    if strategy == "loop":
-        return _filled(_MOE_LOOP + "\n" + _ROUTE, words)
-    if strategy == "gather":
-        return _filled(_MOE_GATHER + "\n" + _ROUTE, words)
-    words["combine"] = _COMBINE[strategy.removeprefix("grouped-")]
-    return _filled(_MOE_GROUPED + "\n" + _ROUTE, words)
+    return _filled(_MOE_DENSE + "\n" + _ROUTE, words)
+
+
+def _sparse(template: str) -> Callable[[Knobs], str]:
+    def body(knobs: Knobs) -> str:
+        turned = "{}.transpose(1, 2)"
+        if knobs["packing"] == "transposed":
+            turned += ".contiguous()"
+        words = {"pack13": turned.format("w13"), "pack2": turned.format("w2")}
+        words["combine"] = _COMBINE[knobs.get("combine", "add")]
+        return _filled(template + "\n" + _ROUTE, words)
+
+    return body
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
     return Template(template).safe_substitute(words)
 
 
-MOE = Rewrite(
-    "experts",
-    "Qwen3MoeSparseMoeBlock",
-    {
-        "experts": ("grouped-add", "dense", "grouped-unsort", "loop", "gather"),
-        "packing": ("transposed", "as-stored"),
-    },
-    _moe,
+_PACKING = ("transposed", "as-stored")
+_BLOCK = "Qwen3MoeSparseMoeBlock"
+
+GROUPED = Rewrite(
+    "experts by sorted tokens",
+    _BLOCK,
+    {"packing": _PACKING, "combine": ("add", "unsort")},
+    _sparse(_MOE_GROUPED),
+    (PREFILL, DECODE),
+)
+DENSE = Rewrite("all experts at once", _BLOCK, {"packing": _PACKING}, _dense, (DECODE,))
+LOOP = Rewrite(
+    "active experts in a loop", _BLOCK, {"packing": _PACKING}, _sparse(_MOE_LOOP), (PREFILL,)
+)
+GATHER = Rewrite(
+    "weights gathered by token", _BLOCK, {"packing": _PACKING}, _sparse(_MOE_GATHER), (DECODE,)
 )
 
 # --- attention ------------------------------------------------------------------------------------
@@ -414,6 +428,7 @@ ATTENTION = Rewrite(
     "Attention",
     {"decode": ("grouped", "gqa", "products"), "prefill": ("gqa", "blocks")},
     _attention,
+    (ALL,),
 )
 
 # --- what surrounds it ----------------------------------------------------------------------------
@@ -481,6 +496,7 @@ HEADS = Rewrite(
     "Qwen3MoeAttention",
     {"rotation": ("whole", "halves"), "moment": ("length", "mean")},
     _heads,
+    (ALL,),
 )
 
 # --- linear layers --------------------------------------------------------------------------------
@@ -534,21 +550,17 @@ def _mlp(knobs: Knobs) -> str:
 
 
 def _packed(cls: str, name: str) -> Rewrite:
-    return Rewrite(name, cls, {}, lambda knobs: _LINEAR)
+    return Rewrite(name, cls, {}, lambda knobs: _LINEAR, (ALL,))
 
 
 QKV = _packed("QKVParallelLinear", "packed queries, keys, values")
 OUTPUT = _packed("RowParallelLinear", "packed output projection")
-QKV_BF16 = Rewrite(
-    "bfloat16 queries, keys, values",
-    "QKVParallelLinear",
-    {},
-    lambda knobs: _LINEAR_BF16,
-    is_exact=False,
+MLP = Rewrite("gated MLP", "LlamaMLP", {"packing": _PACKING}, _mlp, (ALL,))
+BF16 = Rewrite(  # rounds more than stock does: an honest gate turns it down
+    "bfloat16 queries, keys, values", "QKVParallelLinear", {}, lambda knobs: _LINEAR_BF16, (ALL,)
 )
-MLP = Rewrite("gated MLP", "LlamaMLP", {"packing": ("transposed", "as-stored")}, _mlp)
 
-REWRITES = (MOE, HEADS, ATTENTION, NORM, MLP, QKV, OUTPUT, QKV_BF16)
+REWRITES = (GROUPED, DENSE, HEADS, ATTENTION, NORM, MLP, BF16, QKV, LOOP, GATHER, OUTPUT)
 
 # --- for a search that cannot win -----------------------------------------------------------------
 
@@ -557,6 +569,6 @@ def forward(self, *args, **kwargs):
     return ORIG(self, *args, **kwargs)
 """
 NOTHING = tuple(
-    Rewrite(f"unchanged {cls}", cls, {}, lambda knobs: _SAME)
+    Rewrite(f"unchanged {cls}", cls, {}, lambda knobs: _SAME, (ALL,))
     for cls in ("RMSNorm", "Qwen3MoeSparseMoeBlock", "Attention", "LlamaMLP")
 )

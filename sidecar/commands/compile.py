@@ -7,7 +7,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,7 +54,7 @@ def compile_(
     from sidecar.config import load, parse_budget
     from sidecar.store import FILE_NAME, SqliteStore
 
-    limits, plan = parse_budget(budget), launches.parse(launch)
+    limits, plan, who = parse_budget(budget), launches.parse(launch), _agent(agent)
     folder = load({"name": name, "port": port, "state_dir": state}, config).config.state
     traffic, requests = _inputs(profile, workload)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -63,7 +62,7 @@ def compile_(
     try:
         with _engines(plan, folder) as engines:
             search = _Search(store, engines, traffic, search_id or _fresh_id())
-            report = search.run(requests, limits.max_s, limits.max_experiments, agent)
+            report = search.run(requests, limits.max_s, limits.max_experiments, who)
             ready_s = engines.start_to_ready_s
     finally:
         store.close()
@@ -85,7 +84,7 @@ class _Search:
         requests: Workload | None,
         max_s: float | None,
         max_experiments: int | None,
-        agent: str,
+        agent: Agent,
     ) -> SearchReport:
         from compiler import evidence, search
         from compiler.bench import Hardware, headroom
@@ -113,7 +112,7 @@ class _Search:
                 store=self._store,
                 judge=judge,
                 engines=self._engines,
-                agents=_agents(agent, info),
+                agents=[agent],
                 budget=search.SearchBudget(max_s, max_experiments),
                 exhibits=search.Exhibits(digests, evidence.environment(info)),
                 assignment=search.Assignment(self._traffic, room),
@@ -127,8 +126,14 @@ class _Search:
         self._store.add_event(progress.kind, progress.text, progress.candidate_id)
 
 
-def _agents(name: str, info: EngineInfo) -> Sequence[Agent]:
-    raise NotImplementedError
+def _agent(name: str) -> Agent:
+    from compiler.agents.search import agent_named
+    from sidecar.config import ConfigError
+
+    try:
+        return agent_named(name)
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
 
 
 def _engines(plan: Any, folder: Path) -> Any:

@@ -13,7 +13,6 @@ import typer
 
 from sidecar.commands import compile as compile_command
 from sidecar.commands import engine, judged, operate, processes, settings
-from sidecar.config import ConfigError
 
 app = typer.Typer(
     name="trimtab",
@@ -102,5 +101,3 @@ def demo(
 
 for _commands in (processes, engine, compile_command, operate, judged, settings):
     _commands.add_to(app)
-
-__all__ = ["ConfigError", "app", "run"]

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sidecar.commands.errors import FAILED, NO
+from sidecar.commands.errors import FAILED
 from sidecar.commands.settings import AsJson, ConfigFile, Name, PortOption, StateDir, show
 from sidecar.control import ControlClient
 
@@ -220,6 +220,3 @@ def rollback(
     if not done.complete:
         return FAILED
     return 0
-
-
-__all__ = ["NO", "add_to"]
