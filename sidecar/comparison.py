@@ -194,8 +194,8 @@ def agreement(results: Sequence[MirrorResult], policy: AgreementPolicy) -> Agree
     num_errors, num_diffs = len(asked) - len(answered), sum(r.outcome == "diff" for r in answered)
     limit = math.log(1 / policy.false_alarm_rate)
     if (
-        _excess(num_errors, len(asked), policy.max_error_rate) >= limit
-        or _excess(num_diffs, len(answered), policy.max_diff_rate) >= limit
+        excess(num_errors, len(asked), policy.max_error_rate) >= limit
+        or excess(num_diffs, len(answered), policy.max_diff_rate) >= limit
         or _lopsided(answered) >= limit
     ):
         return Agreement.DISAGREES
@@ -209,7 +209,7 @@ def agreement(results: Sequence[MirrorResult], policy: AgreementPolicy) -> Agree
     return Agreement.AGREES if within else Agreement.INSUFFICIENT_DATA
 
 
-def _excess(num_hits: int, num: int, allowed: float) -> float:
+def excess(num_hits: int, num: int, allowed: float) -> float:
     """Log evidence that the true rate is above `allowed`: a mixture over what it could be.
 
     Each part has mean 1 or less while the rate is within what is allowed, so by Ville's inequality

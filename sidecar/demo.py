@@ -52,6 +52,7 @@ steps = [0.25, 0.5, 1.0]
 step_s = 2.0
 step_requests = 6
 shadow_requests = 12
+max_latency_ratio = 4.0
 [search]
 budget = "{budget}"
 agent = "{agent}"

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from statistics import median
+from statistics import median, quantiles
 
 from compiler.candidates import Event, Stage
 from profiler.samples import Outcome, RequestSample
-from sidecar.comparison import Agreement, AgreementPolicy, MirrorResult, agreement
+from sidecar.comparison import Agreement, AgreementPolicy, MirrorResult, agreement, excess
 from sidecar.config import Autonomy
 
 FAILURES = frozenset(
@@ -55,7 +55,7 @@ class RolloutPolicy:
     min_requests: int = 12  # before a median of latencies says anything
     allowed_failure_rate: float = 0.01  # of a canary beside a stable arm without failures
     false_alarm_rate: float = 0.01
-    max_latency_ratio: float = 2.0
+    max_latency_ratio: float = 2.0  # over the stable arm's upper quartile
     mirror_up_to: float = 0.25  # above it, copies would load the canary beyond its share
     agreement: AgreementPolicy = field(default_factory=AgreementPolicy)
 
@@ -89,12 +89,10 @@ class ArmFigures:
     def num_failed(self) -> int:
         return sum(s.outcome in FAILURES for s in self.samples)
 
-    def token_s(self) -> list[float]:
-        """Seconds per output token of each good request: measured, or end to end over tokens."""
-        good = [s for s in self.samples if s.outcome is Outcome.OK]
-        timed = [s.tpot_s for s in good if s.tpot_s is not None and s.tpot_s > 0]
-        whole = [s.e2e_s / s.num_output_tokens for s in good if s.num_output_tokens]
-        return timed if len(timed) >= len(whole) / 2 else whole
+    def latencies_s(self, name: str) -> list[float]:
+        """`tpot_s` or `e2e_s` of the good requests, where it is known."""
+        values = (getattr(s, name) for s in self.samples if s.outcome is Outcome.OK)
+        return [v for v in values if v is not None and v > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +170,7 @@ def breach(figures: Figures, policy: RolloutPolicy) -> str | None:
         return f"{failed} of {num} canary requests failed"
     if agreement(figures.mirrored, policy.agreement) is Agreement.DISAGREES:
         return f"mirrored answers disagree with the primary's: {_counted(figures.mirrored)}"
-    ratio = latency_ratio(figures, policy.min_requests)
-    if ratio is not None and ratio > policy.max_latency_ratio:
-        return f"{ratio:.2f} times the stable arm's seconds per token"
-    return None
+    return _slower(figures, policy)
 
 
 def _counted(results: Sequence[MirrorResult]) -> str:
@@ -208,12 +203,23 @@ def _failure_rate(figures: Figures) -> float:
     return min(0.5, figures.stable.num_failed / counted) if counted else 0.0
 
 
-def latency_ratio(figures: Figures, min_requests: int) -> float | None:
-    """Medians of seconds per token, canary over the slower of stable now and stable alone; None
-    when one of them has too few requests."""
-    canary = figures.canary.token_s()
-    sides = [f.token_s() for f in (figures.stable, figures.baseline)]
-    known = [median(s) for s in sides if len(s) >= min_requests]
-    if len(canary) < min_requests or not known:
-        return None
-    return median(canary) / max(known)
+def _slower(figures: Figures, policy: RolloutPolicy) -> str | None:
+    """Is the canary slower than `max_latency_ratio` allows, between tokens or end to end?
+
+    Traffic is mixed, so medians of a few requests wander. What is counted instead is how many of
+    the canary's requests take longer than the ratio times the stable arm's upper quartile, of the
+    slower of stable now and stable alone: not more than a quarter of a harmless one's.
+    """
+    for name, words in (("tpot_s", "between tokens"), ("e2e_s", "end to end")):
+        sides = [f.latencies_s(name) for f in (figures.stable, figures.baseline)]
+        known = [quantiles(s, n=4)[2] for s in sides if len(s) >= policy.min_requests]
+        canary = figures.canary.latencies_s(name)
+        if not known or len(canary) < policy.min_requests:
+            continue
+        slow = sum(v > policy.max_latency_ratio * max(known) for v in canary)
+        if excess(slow, len(canary), 0.25) >= math.log(1 / policy.false_alarm_rate):
+            return (
+                f"{slow} of {len(canary)} canary requests are over {policy.max_latency_ratio:g} "
+                f"times as slow {words} as three of four on stable"
+            )
+    return None

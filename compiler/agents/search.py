@@ -72,16 +72,16 @@ class _Findings:
     total: Remaining
     tried: set[Idea] = field(default_factory=set)
     wins: dict[Slot, tuple[Idea, Verdict]] = field(default_factory=dict)
-    near: dict[Slot, tuple[Idea, Verdict]] = field(default_factory=dict)  # valid, lost in noise
+    near: dict[Slot, tuple[Idea, Verdict]] = field(default_factory=dict)  # not clearly slower
+    has_portfolio: bool = False  # a composed one was faster
 
     def add(self, one: Idea, verdict: Verdict) -> bool:
-        """True when it is the best of its slot now."""
+        """True when there is something new to compose."""
         self.tried.add(one)
-        if not verdict.is_faster:
-            if _is_near_miss(verdict):
-                _keep_better(self.near, one, verdict)
-            return False
-        return _keep_better(self.wins, one, verdict)
+        if verdict.is_faster:
+            return _keep_better(self.wins, one, verdict)
+        is_news = _is_lost_in_noise(verdict) and _keep_better(self.near, one, verdict)
+        return is_news and not self.has_portfolio
 
     def variation(self, rewrites: Sequence[Rewrite]) -> Idea | None:
         """Something untried: a neighbour of a winner, else any setting at all."""
@@ -147,12 +147,12 @@ def _compose(bench: Bench, found: _Findings) -> None:
     winners = list(found.wins.values())
     company = [near for slot, near in found.near.items() if slot not in found.wins]
     if len(winners) > 1:
-        _submit_portfolio(bench, winners)
+        found.has_portfolio |= _submit_portfolio(bench, winners)
     if company and len(winners) + len(company) > 1:
-        _submit_portfolio(bench, winners + company)
+        found.has_portfolio |= _submit_portfolio(bench, winners + company)
 
 
-def _submit_portfolio(bench: Bench, members: Sequence[tuple[Idea, Verdict]]) -> None:
+def _submit_portfolio(bench: Bench, members: Sequence[tuple[Idea, Verdict]]) -> bool:
     best = max(members, key=lambda m: _rank(m[1]))[1].candidate
     ordered = sorted((one for one, _ in members), key=_breadth)
     forwards: tuple[ForwardPass, ...] = tuple(one.forward_pass() for one in ordered)
@@ -164,6 +164,7 @@ def _submit_portfolio(bench: Bench, members: Sequence[tuple[Idea, Verdict]]) -> 
         evidence=verdict.evidence,
         scope=", ".join(f"{one.rewrite.cls} {batches(one.guard)}" for one in ordered),
     )
+    return verdict.is_faster
 
 
 def _breadth(one: Idea) -> tuple[int, str, int]:
@@ -172,10 +173,11 @@ def _breadth(one: Idea) -> tuple[int, str, int]:
     return guard.max_tokens - guard.min_tokens, one.rewrite.cls, guard.min_tokens
 
 
-def _is_near_miss(verdict: Verdict) -> bool:
+def _is_lost_in_noise(verdict: Verdict) -> bool:
+    """Valid, and neither faster nor clearly slower: a gain is zero when noise could explain it."""
     story = verdict.candidate.story
     is_valid = bool(story) and story[-1].event is Event.NO_EFFECT
-    return is_valid and verdict.seen is not None and verdict.seen > 0
+    return is_valid and verdict.seen is not None and _gain(verdict) >= 0
 
 
 def _share_left(bench: Bench, total: Remaining) -> float:
