@@ -23,6 +23,7 @@ from rich.table import Table
 
 from compiler.candidates import Candidate
 from compiler.candidates import Stage as Life
+from drift.detector import DriftKind
 from engines.engine import Scope, sign
 from engines.remote import RemoteEngine, control_address, swap_key
 from sidecar import closing
@@ -193,12 +194,15 @@ class _Demo:
             yield Cast(primary, shadow, serve, control, engine_control, state)
 
     async def _narrate(self, control: ControlClient) -> None:
-        """Everything that `trimtab watch` would show."""
-        events = control.watch()
+        """What `trimtab watch` would show, but a verdict only when it is another one."""
+        events, last = control.watch(), ""
         with contextlib.suppress(ControllerGone):
             while (h := await asyncio.to_thread(next, events, None)) is not None:
-                who = f"{h.candidate_id} " if h.candidate_id else ""
-                self.say(f"{h.kind}: {who}{h.text}")
+                gist = next((k for k in DriftKind if f"({k}," in h.text), "as before")
+                if h.kind == "verdict" and gist == last:
+                    continue
+                last = gist if h.kind == "verdict" else last
+                self.say(f"{h.kind}: {h.text}")
 
     async def _until(
         self, control: ControlClient, done: Callable[[Status], bool], within_s: float, what: str

@@ -15,6 +15,7 @@ from fakes_search import (
     forward,
     report,
     search,
+    trial,
 )
 
 from compiler import evidence
@@ -22,6 +23,7 @@ from compiler.agents.rewrites import NOTHING
 from compiler.agents.search import SearchAgent, agent_named
 from compiler.bench import Bench, Hardware, SearchOver, headroom
 from compiler.candidates import Candidate, Event, Stage
+from compiler.gate import Trial
 from compiler.judge import VerdictVoid
 from compiler.launch import LaunchError, LaunchPlan, parse
 from compiler.search import MAX_JUDGE_FAILURES, MAX_STRIKES, SearchBudget
@@ -339,6 +341,20 @@ def test_the_agent_composes_what_won_and_the_portfolio_wins() -> None:
         "cls:RMSNorm",
         "cls:Attention",
     }
+
+
+def test_what_is_lost_in_noise_alone_is_tried_in_company() -> None:
+    class OnlyTogether(ByClass):
+        def screen(self, portfolio: Portfolio) -> Trial:
+            self.asked.append("screen")
+            return trial(0.3 if len(portfolio.forwards) > 2 else 0.0)
+
+        def confirm(self, portfolio: Portfolio) -> Trial:
+            return self.screen(portfolio)
+
+    found = search(OnlyTogether(), SearchAgent(), engines=FakeEngines(QWEN))
+    assert found.best is not None
+    assert (found.best.stage, len(found.best.change.forwards) > 2) == (Stage.CONFIRMED, True)
 
 
 def test_the_agent_leaves_out_classes_that_the_model_does_not_have() -> None:

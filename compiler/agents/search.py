@@ -22,7 +22,7 @@ from compiler.agents.rewrites import (
     idea,
 )
 from compiler.bench import Agent, Bench, Remaining, Verdict
-from compiler.candidates import Event
+from compiler.candidates import Event, Stage
 from engines.engine import CandidateError, ForwardPass, Guard, Portfolio
 
 GUARDS = (DECODE, PREFILL, ALL, Guard(1, 8), Guard(9), Guard(1, 32), Guard(33))
@@ -37,17 +37,16 @@ def agent_named(name: str, seed: int = 0) -> Agent:
         case "search":
             return SearchAgent(seed)
         case "no-effect":
-            return SearchAgent(seed, NOTHING, name)
+            return NoEffectAgent()
     raise ValueError(f"there is no agent {name!r}; write search or no-effect")
 
 
 class SearchAgent:
-    """Singles by headroom, the winners as one portfolio, then variations of what won."""
+    """Singles by headroom, what won as one portfolio, then variations of it."""
 
-    def __init__(
-        self, seed: int = 0, rewrites: Sequence[Rewrite] = REWRITES, name: str = "search"
-    ) -> None:
-        self.name = name
+    name = "search"
+
+    def __init__(self, seed: int = 0, rewrites: Sequence[Rewrite] = REWRITES) -> None:
         self._seed, self._rewrites = seed, rewrites
 
     def run(self, bench: Bench) -> None:
@@ -64,6 +63,17 @@ class SearchAgent:
                 _compose(bench, found)
 
 
+class NoEffectAgent:
+    """Submits forward passes that only call stock: a search that must end without a winner."""
+
+    name = "no-effect"
+
+    def run(self, bench: Bench) -> None:
+        for rewrite in NOTHING:
+            if _exists(rewrite, bench):
+                _tried(bench, idea(rewrite, rewrite.first(), rewrite.guards[0]))
+
+
 @dataclass(slots=True)
 class _Findings:
     """What one run of the agent has learned."""
@@ -73,15 +83,21 @@ class _Findings:
     tried: set[Idea] = field(default_factory=set)
     wins: dict[Slot, tuple[Idea, Verdict]] = field(default_factory=dict)
     near: dict[Slot, tuple[Idea, Verdict]] = field(default_factory=dict)  # not clearly slower
-    has_portfolio: bool = False  # a composed one was faster
+    has_portfolio: bool = False  # a composed one was confirmed
 
     def add(self, one: Idea, verdict: Verdict) -> bool:
-        """True when there is something new to compose."""
+        """True when it is the best of its slot now."""
         self.tried.add(one)
         if verdict.is_faster:
             return _keep_better(self.wins, one, verdict)
-        is_news = _is_lost_in_noise(verdict) and _keep_better(self.near, one, verdict)
-        return is_news and not self.has_portfolio
+        if _is_lost_in_noise(verdict):
+            self.near.setdefault(one.slot, (one, verdict))  # the first is the likelier one
+        return False
+
+    @property
+    def company(self) -> list[tuple[Idea, Verdict]]:
+        """For the winners: what may be faster but cannot be told from noise alone."""
+        return [near for slot, near in self.near.items() if slot not in self.wins]
 
     def variation(self, rewrites: Sequence[Rewrite]) -> Idea | None:
         """Something untried: a neighbour of a winner, else any setting at all."""
@@ -143,16 +159,22 @@ def _tried(bench: Bench, one: Idea) -> Verdict:
 
 
 def _compose(bench: Bench, found: _Findings) -> None:
-    """The winners together; and with those that alone were lost in noise."""
-    winners = list(found.wins.values())
-    company = [near for slot, near in found.near.items() if slot not in found.wins]
-    if len(winners) > 1:
-        found.has_portfolio |= _submit_portfolio(bench, winners)
-    if company and len(winners) + len(company) > 1:
+    """The winners together; and in company. While no portfolio wins, with one member less: the
+    one that spoils it may be any."""
+    winners, company = list(found.wins.values()), found.company
+    if company:
         found.has_portfolio |= _submit_portfolio(bench, winners + company)
+    if len(winners) > 1 or not company:
+        found.has_portfolio |= _submit_portfolio(bench, winners)
+    for left_out in found.random.sample(company, len(company)):
+        if not found.has_portfolio:
+            rest = [one for one in company if one is not left_out]
+            found.has_portfolio |= _submit_portfolio(bench, winners + rest)
 
 
 def _submit_portfolio(bench: Bench, members: Sequence[tuple[Idea, Verdict]]) -> bool:
+    if len(members) < 2:
+        return False
     best = max(members, key=lambda m: _rank(m[1]))[1].candidate
     ordered = sorted((one for one, _ in members), key=_breadth)
     forwards: tuple[ForwardPass, ...] = tuple(one.forward_pass() for one in ordered)
@@ -164,7 +186,7 @@ def _submit_portfolio(bench: Bench, members: Sequence[tuple[Idea, Verdict]]) -> 
         evidence=verdict.evidence,
         scope=", ".join(f"{one.rewrite.cls} {batches(one.guard)}" for one in ordered),
     )
-    return verdict.is_faster
+    return verdict.candidate.stage is Stage.CONFIRMED
 
 
 def _breadth(one: Idea) -> tuple[int, str, int]:
