@@ -16,7 +16,9 @@ from engines.checks import RMS_NORM_REWRITE, check_engine
 from engines.embedded.engine import EmbeddedEngine, EngineSettings
 from engines.embedded.scheduler import Finish, Request, SamplingParams, TokenEvent
 from engines.embedded.weights import SHIPPED_MODEL, ModelError, load_model
-from engines.engine import STOCK, CandidateError, ForwardPass, Portfolio, Scope, sign
+from engines.engine import STOCK, CandidateError, EngineGone, ForwardPass, Portfolio, Scope, sign
+from engines.host import Host
+from engines.remote import RemoteEngine
 from profiler.reservoir import Workload, WorkloadKind, WorkloadRequest
 
 KEY = b"k" * 32
@@ -225,6 +227,19 @@ def test_a_forward_that_raises_while_serving_gives_way_to_stock(engine: Embedded
     assert generate(engine, PROMPT, max_tokens=20) == expected
     assert engine.info().digest == STOCK.digest
     assert "ValueError: late" in engine.faults[0]
+
+
+def test_an_engine_whose_step_hangs_is_silent(engine: EmbeddedEngine, tmp_path: Path) -> None:
+    host = Host(engine, f"unix:{tmp_path}/c.sock")
+    host.start()
+    remote = RemoteEngine(f"unix:{tmp_path}/c.sock", timeout_s=0.3)
+    install(engine, "import time\n" + ZERO_MOE.replace("return", "time.sleep(0.5); return"))
+    client = Client(engine, PROMPT, max_tokens=1)
+    with pytest.raises(EngineGone):
+        remote.info()
+    client.wait()
+    remote.close()
+    host.stop()
 
 
 def test_what_prepare_hangs_on_a_module_goes_with_its_portfolio(engine: EmbeddedEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,19 +15,24 @@ from compiler.agents.rewrites import (
     BF16,
     DECODE,
     DENSE,
+    GATHER,
     GROUPED,
     HEADS,
+    LOOP,
     MLP,
     NORM,
     NOTHING,
     PREFILL,
     REWRITES,
     Idea,
+    Knobs,
     Rewrite,
     idea,
 )
 from engines.embedded.engine import EmbeddedEngine, EngineSettings
+from engines.embedded.model import LlamaMLP
 from engines.engine import STOCK, Portfolio, Replay, Scope, sign
+from engines.inside.forward import Forwards, Source
 from profiler.reservoir import Workload, WorkloadKind, WorkloadRequest
 
 KEY = b"k" * 32
@@ -103,6 +109,45 @@ def test_everything_at_once_leaves_the_outputs_alone(engine: EmbeddedEngine) -> 
 def test_one_rewrite_can_stand_in_a_portfolio_twice(engine: EmbeddedEngine) -> None:
     twice = (idea(GROUPED, GROUPED.first(), g) for g in (DECODE, PREFILL))
     assert gap(engine, portfolio(*twice), WORKLOADS["four"]) < REORDERED
+
+
+@pytest.fixture(scope="module")
+def rounding_engine() -> Iterator[EmbeddedEngine]:
+    running = EmbeddedEngine(EngineSettings(dtype="bfloat16", scope=Scope.TRIAL, key=KEY))
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("rewrite", FITTING, ids=lambda r: r.name)
+def test_a_rewrite_serves_an_engine_in_bfloat16(
+    rounding_engine: EmbeddedEngine, rewrite: Rewrite
+) -> None:
+    ours = portfolio(idea(rewrite, rewrite.first(), ALL))
+    assert gap(rounding_engine, ours, WORKLOADS["four"]) < 1.0  # a router's tie moves more
+
+
+@pytest.mark.parametrize("knobs", list(MLP.settings()), ids=str)
+def test_a_gated_mlp_is_the_same_module_by_module(tmp_path: Path, knobs: Knobs) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(LlamaMLP(32, 48)).requires_grad_(False)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    x = torch.randn(5, 32)
+    want = model(x)
+    one = idea(MLP, knobs, ALL).forward_pass()
+    forwards = Forwards(model, tmp_path)
+    source = Source(one.source, one.targets, one.guard.min_tokens, one.guard.max_tokens, "ab")
+    forwards.install(forwards.load("ab", [source]))
+    torch.testing.assert_close(model(x), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rewrite", (GROUPED, DENSE, LOOP, GATHER), ids=lambda r: r.name)
+def test_experts_that_are_not_renormalised_stay_so(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, rewrite: Rewrite
+) -> None:
+    for layer in engine.model.model.layers:
+        monkeypatch.setattr(layer.mlp.experts, "renormalize", False)
+    assert gap(engine, portfolio(idea(rewrite, rewrite.first(), ALL)), WORKLOADS["four"]) < 1e-4
 
 
 def test_a_rewrite_leaves_the_engine_as_it_was(engine: EmbeddedEngine) -> None:

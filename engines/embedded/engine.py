@@ -133,6 +133,10 @@ class EmbeddedEngine:
     # --- engines.engine.Engine --------------------------------------------------------------------
 
     def info(self) -> EngineInfo:
+        """Answered between two steps: an engine whose step hangs is silent here too."""
+        return self._ask(self._info)
+
+    def _info(self) -> EngineInfo:
         previous = self._forwards.previous
         return EngineInfo(
             engine="embedded",

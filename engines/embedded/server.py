@@ -248,9 +248,14 @@ class Server:
         await response.prepare(http)
         if asked.chat:
             await response.write(_event(self._chunk(asked, answer, self._role())))
-        async for said, taken in self._grow(answer, events, timing):
-            piece = self._piece(asked, said, taken, answer)
-            await response.write(_event(self._chunk(asked, answer, piece)))
+        try:
+            async for said, taken in self._grow(answer, events, timing):
+                piece = self._piece(asked, said, taken, answer)
+                await response.write(_event(self._chunk(asked, answer, piece)))
+        except BadRequest:  # too late for a status: the client sees the stream break off
+            assert http.transport is not None
+            http.transport.abort()
+            return response
         if asked.include_usage:
             last = self._chunk(asked, answer, None) | {"usage": _usage(request, answer)}
             await response.write(_event(last))
