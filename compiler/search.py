@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 import threading
 import time
 from collections import Counter
@@ -467,9 +468,11 @@ def _gain(candidate: Candidate) -> float:
 
 
 def _seen(trial: Trial | None) -> float | None:
+    """Median over pairs: each pair ran side by side."""
     if trial is None or not trial.candidate.num_repeats:
         return None
-    return trial.stock.median_s / trial.candidate.median_s - 1
+    pairs = zip(trial.stock.samples_s, trial.candidate.samples_s, strict=True)
+    return statistics.median(stock / ours for stock, ours in pairs) - 1
 
 
 def _scope(portfolio: Portfolio) -> str:
