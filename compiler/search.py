@@ -417,7 +417,7 @@ class Trials:
         candidate = candidate.after(event, self._now(), plain(note))
         self._exhibit(candidate)
         self._keep(candidate)
-        self._tell(candidate, f"{candidate.stage}: {plain(note, 160)}")
+        self._tell(candidate, f"{candidate.stage}: {plain(note, 160)}{self._best_so_far()}")
         if recycle:
             self._recycle(f"{candidate.id} left the engine unfit")
         return candidate
@@ -454,6 +454,10 @@ class Trials:
         kind = "stage" if candidate.stage in SETTLED else "experiment"
         line = f"{candidate.id} {candidate.summary}: {text}"
         self._on_event(Progress(kind, line, candidate.id))
+
+    def _best_so_far(self) -> str:
+        best = self._best(Stage.CONFIRMED) or self._best(Stage.SCREENED)
+        return f"; best so far {best.id}, {best.stage} {_gain(best):+.1%}" if best else ""
 
     def _verdict(self, candidate: Candidate) -> Verdict:
         lines = [f"{line.event.value}: {line.note}" for line in candidate.story]

@@ -28,7 +28,7 @@ from engines.engine import Scope, sign
 from engines.remote import RemoteEngine, control_address, swap_key
 from sidecar import closing
 from sidecar.closing import ClosingTable
-from sidecar.control import ControlClient, ControllerGone, Status
+from sidecar.control import ControlClient, ControllerGone, RolledBack, Status
 from sidecar.replay import Replayer, ReplayReport
 from sidecar.store import FILE_NAME, SqliteStore
 from sidecar.supervisor import EngineProcess, our_command
@@ -128,8 +128,7 @@ class _Demo:
             traffic = group.create_task(replayer.run(self._traffic(rates)))
             try:
                 winner = await self._turn(cast)
-                if winner is not None:
-                    await self._take_back(cast)
+                taken_back = await self._take_back(cast) if winner is not None else None
             finally:
                 replayer.stop()
                 report = await traffic
@@ -137,7 +136,7 @@ class _Demo:
             candidates = await asyncio.to_thread(_candidates, cast.state)
             table = await self._closing(cast, winner) if winner is not None else None
             narrator.cancel()
-        self._sum_up(report, status, candidates, table, cast)
+        self._sum_up(self._facts(report, status, candidates, cast, table, taken_back), table)
         return self._verdict(report, winner, candidates, table)
 
     def say(self, text: str) -> None:
@@ -262,18 +261,15 @@ class _Demo:
         found = await asyncio.to_thread(_candidates, cast.state)
         return next((c for c in found if c.stage is Life.LIVE), None)
 
-    async def _take_back(self, cast: Cast) -> None:
+    async def _take_back(self, cast: Cast) -> RolledBack:
         """One call, with requests in flight; then the primary answers a little longer."""
         self.say("everything runs on the new forward pass; now one call takes it back")
         await asyncio.sleep(2.0)
         done = await asyncio.to_thread(cast.control.rollback, "the demo takes it back")
-        self.say(
-            f"rollback: table {done.table_version} in force everywhere after "
-            f"{done.took_s * 1e3:.0f} ms"
-        )
         if not done.complete:
             raise DemoFailed("the rollback was not acknowledged by every data plane")
         await asyncio.sleep(2.0)  # the primary answers again; what was in flight ends where it is
+        return done
 
     async def _closing(self, cast: Cast, winner: Candidate) -> ClosingTable:
         """The traffic has stopped and the search is over: only the shadow works now."""
@@ -295,29 +291,23 @@ class _Demo:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _sum_up(
-        self,
-        report: ReplayReport,
-        status: Status,
-        candidates: Sequence[Candidate],
-        table: ClosingTable | None,
-        cast: Cast,
-    ) -> None:
+    def _sum_up(self, facts: Iterator[tuple[str, str]], table: ClosingTable | None) -> None:
         self.console.print()
         if table is not None:
             self.console.print(_figures(table))
-        facts = Table(show_header=False, box=None)
-        for name, value in self._facts(report, status, candidates, table, cast):
-            facts.add_row(name, value)
-        self.console.print(facts)
+        shown = Table(show_header=False, box=None)
+        for name, value in facts:
+            shown.add_row(name, value)
+        self.console.print(shown)
 
     def _facts(
         self,
         report: ReplayReport,
         status: Status,
         candidates: Sequence[Candidate],
-        table: ClosingTable | None,
         cast: Cast,
+        table: ClosingTable | None,
+        taken_back: RolledBack | None,
     ) -> Iterator[tuple[str, str]]:
         ready_s = cast.shadow.start_to_ready_s or 0.0
         if table is not None:
@@ -326,6 +316,12 @@ class _Demo:
                 "swap + revert",
                 f"p50 {table.swap_and_revert_p50_s * 1e3:.1f} ms over {pairs} pairs, on the wire; "
                 f"start to ready {ready_s:.1f} s",
+            )
+        if taken_back is not None:
+            yield (
+                "rollback",
+                f"in force on every data plane after {taken_back.took_s * 1e3:.0f} ms, "
+                "with requests in flight",
             )
         finished = [c for c in candidates if c.stage is not Life.PROPOSED]
         hours = _search_hours(candidates)
