@@ -109,6 +109,8 @@ async def test_a_stop_string_ends_the_answer_and_is_left_out(client: openai.Asyn
         ({"prompt": [1] * 5000}, 400, "prompt"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature"),
         ({"prompt": "x", "n": 2}, 400, "n"),
+        ({"prompt": "x", "echo": True}, 400, "echo"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "stop": [1]}, 400, "stop"),
     ],
 )

@@ -28,6 +28,16 @@ from engines.embedded.text import Text, Words
 
 GRACE_S = 10.0
 MAX_LOGPROBS = 20
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # parameter -> values that change nothing
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("repetition_penalty",), (1,)),
+    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("logit_bias", "min_p", "min_tokens"), ({}, 0)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
 
 
 class BadRequest(ValueError):
@@ -365,8 +375,7 @@ class Server:
         model = body.get("model", self._name)
         if model != self._name:
             raise BadRequest(f"The model `{model}` does not exist.", "model", 404)
-        if _number(body, "n", 1, 1, 1) != 1:
-            raise BadRequest("n must be 1", "n")
+        _refuse_unsupported(body)
         if not prompt:
             raise BadRequest("the prompt is empty", "messages" if chat else "prompt")
         room = self._engine.max_model_len - len(prompt)
@@ -453,6 +462,13 @@ def _plain(message: object) -> dict[str, Any]:
     if not isinstance(content, str | None):
         raise BadRequest("content must be a string or a list of text parts", "messages")
     return {**message, "content": content or ""}
+
+
+def _refuse_unsupported(body: dict[str, Any]) -> None:
+    """What would change the answer and is not done here is refused, not ignored."""
+    for key, harmless in UNSUPPORTED.items():
+        if body.get(key) not in (None, *harmless):
+            raise BadRequest(f"{key} is not supported by this engine; leave it out", key)
 
 
 def _number(body: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
