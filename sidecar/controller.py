@@ -178,6 +178,7 @@ class Controller:
         self._reservoir = reservoir
         self._make_detector = detector
         self._detector: DriftDetector | None = None
+        self._detector_lock = asyncio.Lock()  # it learns in threads, one at a time
         self._tokenizer = tokenizer
         self._search = search
         self._metrics = metrics
@@ -294,9 +295,10 @@ class Controller:
 
     async def _judge_traffic(self) -> None:
         profile = await self._profiles.get()
-        if self._detector is None:
-            self._detector = await asyncio.to_thread(self._make_detector)
-        verdict = await asyncio.to_thread(self._detector.update, profile)
+        async with self._detector_lock:
+            if self._detector is None:
+                self._detector = await asyncio.to_thread(self._make_detector)
+            verdict = await asyncio.to_thread(self._detector.update, profile)
         self._last_verdict = str(verdict)
         document = json.dumps(asdict(verdict))
         if verdict.onset_s is not None:
@@ -333,8 +335,9 @@ class Controller:
         search_id, why = await self._to_search.get()
         try:
             code = await self._searched(search_id, why)
-            if self._detector is not None:
-                await asyncio.to_thread(self._detector.rebase)
+            async with self._detector_lock:
+                if self._detector is not None:
+                    await asyncio.to_thread(self._detector.rebase)
             self._fresh_search = search_id if code == WINNER else ""
         except (WrongState, EngineGone) as e:
             await self._tell("experiment", f"search {search_id} could not start: {e}")

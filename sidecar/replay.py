@@ -7,6 +7,7 @@ at once; how late a request left is in its record. No text is kept or logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,12 +148,11 @@ class Replayer:
 
     async def _wait_until(self, due_s: float) -> bool:
         """False: it was stopped first."""
-        wait_s = max(0.0, due_s - self._clock())
-        try:
-            await asyncio.wait_for(self._stopped.wait(), wait_s)
-        except TimeoutError:
-            return True
-        return False
+        wait_s = due_s - self._clock()
+        if wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), wait_s)
+        return not self._stopped.is_set()
 
     async def _send(
         self, session: aiohttp.ClientSession, planned: PlannedRequest, due_s: float

@@ -155,6 +155,9 @@ class Sidecar:
         store.close()
         return found.id
 
+    def stage(self, id: str) -> str:
+        return next(str(c["stage"]) for c in self.ask("candidates") if c["id"] == id)
+
     def is_joined(self) -> bool:
         done = trimtab(self.home, "status", "--port", str(self.port), "--json")
         return done.returncode == 0 and json.loads(done.stdout)["num_data_planes"] == 1
@@ -255,6 +258,7 @@ def test_explain_tells_a_candidate_without_a_controller(sidecar: Sidecar) -> Non
 def test_a_killed_controller_hurts_no_request_and_ends_its_rollout(sidecar: Sidecar) -> None:
     id, old = sidecar.keep(), sidecar.controller()
     sidecar.ask("promote", id)
+    until(lambda: sidecar.stage(id) in ("shadow", "canary"))
     os.kill(old, signal.SIGKILL)
     assert set(sidecar.send(10, "killed-")) == {200}
     until(lambda: sidecar.is_joined() and sidecar.controller() != old)

@@ -90,12 +90,14 @@ async def test_a_search_that_fails_says_so_by_its_exit_code(tmp_path: Path) -> N
 
 
 async def test_a_cancelled_search_leaves_no_process(tmp_path: Path) -> None:
+    others = await asyncio.to_thread(psutil.Process().children)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(search(order(tmp_path), "x" * (1 << 22)))
         children: list[psutil.Process] = []
         while not children:
             await asyncio.sleep(0.02)
-            children = await asyncio.to_thread(psutil.Process().children)
+            now = await asyncio.to_thread(psutil.Process().children)
+            children = [c for c in now if c not in others]
         running.cancel()
     alive = await asyncio.to_thread(lambda: [c for c in children if c.is_running()])
     assert alive == []

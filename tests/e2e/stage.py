@@ -31,6 +31,7 @@ steps = [0.5, 1.0]
 step_s = 60.0
 step_requests = 4
 shadow_requests = {shadow_requests}
+max_latency_ratio = 50.0
 lease_s = 3.0
 [search]
 budget = "60s"
