@@ -71,7 +71,7 @@ class DemoSettings:
 
     seed: int = 0
     agent: str = "search"
-    search_budget: str = "55s"
+    search_budget: str = "65s"
     keep: Path | None = None  # state and logs go here and stay
 
 

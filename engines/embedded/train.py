@@ -355,7 +355,7 @@ class Training:
         self.progress = Progress(**saved["progress"])
 
     def run(self, started: float) -> None:
-        """Trains until the time is up; `started` is when this process began (monotonic)."""
+        """Trains until the time is up; `started` (monotonic) is when this run's share began."""
         began, saved = started - self.progress.seconds, time.monotonic()
         while (elapsed := time.monotonic() - began) < self._seconds:
             loss = self._step(elapsed / self._seconds)
@@ -518,6 +518,7 @@ def run(corpus: Path, out: Path, minutes: float, seed: int, resume: bool) -> Non
     untrained = measure_all(training.model, domains)
     if resume:
         training.resume()
+        started = time.monotonic()
     else:
         write_weights(training.model, out)
     training.run(started)

@@ -87,7 +87,7 @@ def demo(
     agent: Annotated[str, typer.Option(help="search, or no-effect for one that cannot win.")] = (
         "search"
     ),
-    budget: Annotated[str, typer.Option(help="Of the search: 55s.")] = "55s",
+    budget: Annotated[str, typer.Option(help="Of the search, such as 65s.")] = "65s",
     keep: Annotated[str, typer.Option(help="Keep state and logs in this folder.")] = "",
 ) -> int:
     """The whole loop on this machine, in about three minutes."""
