@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from engines.engine import (
     STOCK,
     CandidateError,
     Engine,
     ForwardPass,
+    Guard,
+    ModuleInfo,
     Portfolio,
     Replay,
     Scope,
@@ -35,6 +38,9 @@ def norm(self, x, residual=None):
     out = ORIG(self, x, residual)
     return out * 2 if residual is None else (out[0] * 2, out[1])
 """
+GUARDED_NORM = 'WHEN = {"num_tokens": (1, 4)}\n' + DOUBLED_NORM
+NAN_NORM = DOUBLED_NORM.replace("* 2", "* float('nan')")
+CUT_NORM = DOUBLED_NORM.replace("* 2", "[..., :3]")
 BAD = {
     "import nothing_of_this_name\n" + DOUBLED_NORM: "nothing_of_this_name",
     DOUBLED_NORM.replace("cls:RMSNorm", "cls:NoSuchModule"): "NoSuchModule",
@@ -54,7 +60,9 @@ def check_engine(make: Callable[[], Engine], key: bytes, scope: Scope = Scope.TR
         check.is_stock_at_first()
         check.swaps_and_reverts()
         check.refuses_what_is_not_signed()
-        check.survives_bad_candidates()
+        check.refuses_bad_candidates()
+        check.survives_faulty_candidates()
+        check.leaves_other_batches_to_stock()
         check.counts_what_it_runs()
         assert engine.drain(5.0), "an idle engine drains"
     finally:
@@ -94,18 +102,41 @@ class _Check:
             assert _raises(PermissionError, partial(self._engine.swap, change, signature))
         assert self._engine.info().digest == STOCK.digest
 
-    def survives_bad_candidates(self) -> None:
-        before = self._engine.probe(self._workload)
+    def refuses_bad_candidates(self) -> None:
+        broken = ForwardPass("def norm(:", (("cls:RMSNorm", "norm"),), Guard(), "0" * 64)
+        signature = sign(self._key, self._scope, Portfolio((broken,)).digest)
+        assert _raises(CandidateError, lambda: self._engine.swap(Portfolio((broken,)), signature))
         for source, why in BAD.items():
             error = _raises(CandidateError, partial(self._swap, source))
             assert error, f"{why!r} must be refused"
             assert why in str(error), f"{error} does not say {why!r}"
             assert self._engine.info().digest == STOCK.digest
-        self._swap(RAISES)
-        error = _raises(CandidateError, lambda: self._engine.probe(self._workload))
-        assert "KeyError" in str(error)
+
+    def survives_faulty_candidates(self) -> None:
+        """They install, and then raise, give a wrong shape or no numbers."""
+        before = self._engine.probe(self._workload)
+        for source, why in ((RAISES, "KeyError"), (CUT_NORM, "Error")):
+            self._swap(source)
+            error = _raises(CandidateError, lambda: self._engine.probe(self._workload))
+            assert error, f"a probe under a forward pass at fault must raise: {source}"
+            assert why in str(error), f"{error} does not say {why!r}"
+            self._engine.revert()
+        self._swap(NAN_NORM)
+        assert all(np.isnan(table).all() for table in self._engine.probe(self._workload))
         self._engine.revert()
         assert all(map(np.array_equal, self._engine.probe(self._workload), before))
+
+    def leaves_other_batches_to_stock(self) -> None:
+        info = self._engine.info()
+        norm = next(m for m in info.modules if m.cls == "RMSNorm")
+        batches = [_rows(num, norm, info.dtype) for num in (4, 5)]
+        stock = [self._engine.call(norm.path, [x])[0] for x in batches]
+        self._swap(GUARDED_NORM)
+        small, large = (self._engine.call(norm.path, [x])[0] for x in batches)
+        assert np.array_equal(small, stock[0] * 2), "within its guard it serves"
+        assert np.array_equal(large, stock[1]), "outside of it stock does"
+        self._engine.revert()
+        assert _raises(CandidateError, lambda: self._engine.call("no.such.module", batches))
 
     def counts_what_it_runs(self) -> None:
         stock = self._engine.measure(self._workload)
@@ -142,6 +173,12 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> Exception | No
     except kind as e:
         return e
     return None
+
+
+def _rows(num: int, module: ModuleInfo, dtype: str) -> npt.NDArray[np.float32]:
+    """Input of a module that has one weight, [hidden_size]."""
+    width = module.num_weight_bytes // {"bfloat16": 2, "float16": 2, "float64": 8}.get(dtype, 4)
+    return np.random.default_rng(num).standard_normal((num, width), dtype=np.float32)
 
 
 def _workload(vocab_size: int) -> Workload:

@@ -7,10 +7,12 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines.checks import RMS_NORM_REWRITE, check_engine
 from engines.embedded.engine import EmbeddedEngine, EngineSettings
@@ -39,6 +41,14 @@ def moe(self, hidden_states):
     return hidden_states * 0
 """
 GUARDED = 'WHEN = {"num_tokens": (1, 4)}\n' + ZERO_MOE
+NAN_MOE = ZERO_MOE.replace("* 0", "* float('nan')")
+CUT_MOE = ZERO_MOE.replace("* 0", "[:, :7]")
+EXITS = ZERO_MOE.replace("return hidden_states * 0", "raise SystemExit(3)")
+NO_MOE = """
+TARGETS = {"cls:Qwen3MoeDecoderLayer": "layer"}
+def layer(self, positions, hidden_states, residual):
+    return hidden_states, hidden_states
+"""
 
 
 def portfolio(*sources: str) -> Portfolio:
@@ -114,30 +124,94 @@ def test_it_keeps_the_engine_protocol() -> None:
     check_engine(lambda: make(Scope.TRIAL), KEY)
 
 
+def test_it_keeps_the_engine_protocol_over_the_wire(tmp_path: Path) -> None:
+    engine = make(Scope.TRIAL)
+    host = Host(engine, f"unix:{tmp_path}/c.sock")
+    host.start()
+    check_engine(lambda: RemoteEngine(f"unix:{tmp_path}/c.sock"), KEY)
+    host.stop()
+    engine.close()
+
+
 def test_greedy_tokens_are_those_of_transformers(engine: EmbeddedEngine) -> None:
     assert generate(engine, PROMPT, max_tokens=12) == theirs(SHIPPED_MODEL, PROMPT, 12)
 
 
-def test_a_llama_answers_as_in_transformers(tmp_path: Path) -> None:
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def save_llama(directory: Path, max_shard_size: str = "1GB", **changed: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(shape).save_pretrained(tmp_path)
-    llama = make(model_dir=tmp_path)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changed}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # they start at zero, which hides a bias that is left out
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+
+
+def save_moe(directory: Path, **changed: Any) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    shape = {**SHAPE, **experts, "head_dim": 16, **changed}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(directory)
+
+
+def stack_experts(directory: Path) -> None:
+    """The same weights with all experts of a layer in one tensor."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for i in range(2):
+        prefix = f"model.layers.{i}.mlp.experts"
+        one = {
+            part: torch.stack([tensors.pop(f"{prefix}.{e}.{part}.weight") for e in range(4)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat((one["gate_proj"], one["up_proj"]), dim=1)
+        tensors[f"{prefix}.down_proj"] = one["down_proj"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def assert_answers_as_transformers(directory: Path) -> None:
+    engine = make(model_dir=directory)
     try:
-        assert generate(llama, PROMPT, max_tokens=12) == theirs(tmp_path, PROMPT, 12)
+        assert generate(engine, PROMPT, max_tokens=12) == theirs(directory, PROMPT, 12)
     finally:
-        llama.close()
+        engine.close()
+
+
+def test_a_llama_answers_as_in_transformers(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    assert_answers_as_transformers(tmp_path)
+
+
+def test_biases_tied_embeddings_and_shards_are_loaded(tmp_path: Path) -> None:
+    save_llama(tmp_path, max_shard_size="50KB", attention_bias=True, tie_word_embeddings=True)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert_answers_as_transformers(tmp_path)
+
+
+def test_a_mixture_saved_by_transformers_answers_as_there(tmp_path: Path) -> None:
+    save_moe(tmp_path, norm_topk_prob=True, mlp_only_layers=[0])
+    assert_answers_as_transformers(tmp_path)
+
+
+def test_experts_stored_in_one_tensor_are_loaded(tmp_path: Path) -> None:
+    save_moe(tmp_path)
+    stack_experts(tmp_path)
+    assert_answers_as_transformers(tmp_path)
 
 
 def test_a_prefix_hit_gives_the_same_tokens(engine: EmbeddedEngine) -> None:
@@ -229,6 +303,58 @@ def test_a_forward_that_raises_while_serving_gives_way_to_stock(engine: Embedded
     assert "ValueError: late" in engine.faults[0]
 
 
+@pytest.mark.parametrize("source", [CUT_MOE, EXITS])
+def test_a_fault_of_any_kind_gives_way_to_stock(engine: EmbeddedEngine, source: str) -> None:
+    expected = generate(engine, PROMPT, max_tokens=4)
+    install(engine, source)
+    assert generate(engine, PROMPT, max_tokens=4) == expected
+    assert (engine.info().digest, engine.info().previous_digest) == (STOCK.digest, None)
+
+
+def test_a_client_that_raises_leaves_the_others_alone(engine: EmbeddedEngine) -> None:
+    def broken(event: TokenEvent) -> None:
+        raise RuntimeError("nobody listens")
+
+    engine.submit(Request("b", PROMPT, SamplingParams(max_tokens=9), broken))
+    assert len(generate(engine, PROMPT, max_tokens=4)) == 4
+    assert engine.info().num_running == 0
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = make()
+    engine.close()
+    with pytest.raises(EngineGone, match="was closed"):
+        engine.info()
+
+
+def test_a_replay_is_refused_while_it_serves(engine: EmbeddedEngine) -> None:
+    client = Client(engine, PROMPT, max_tokens=200)
+    with pytest.raises(CandidateError, match="serving; drain it first"):
+        engine.measure(workload())
+    assert len(client.wait()) == 200
+
+
+def test_a_replay_with_an_unknown_token_is_refused(engine: EmbeddedEngine) -> None:
+    wrong = Workload(WorkloadKind.REAL, (WorkloadRequest((5, 4096), (3,)),))
+    with pytest.raises(CandidateError, match="not within 0-4095"):
+        engine.probe(wrong)
+
+
+def test_what_is_not_a_number_ends_with_the_forward_that_made_it() -> None:
+    engine = make(num_kv_blocks=32)
+    try:
+        prompts = [PROMPT[: 20 + 7 * i] for i in range(4)]
+        expected = [generate(engine, p, max_tokens=12) for p in prompts]
+        install(engine, NAN_MOE)
+        for i in range(8):  # fills every block
+            generate(engine, tuple(range(i, i + 100)), max_tokens=4)
+        engine.revert()
+        clients = [Client(engine, p, max_tokens=12) for p in prompts]
+        assert [c.wait() for c in clients] == expected
+    finally:
+        engine.close()
+
+
 def test_an_engine_whose_step_hangs_is_silent(engine: EmbeddedEngine, tmp_path: Path) -> None:
     host = Host(engine, f"unix:{tmp_path}/c.sock")
     host.start()
@@ -258,6 +384,14 @@ def test_experts_are_counted_whatever_forward_runs(engine: EmbeddedEngine) -> No
     assert all((s.expert_load.sum(axis=1) == 2 * s.num_tokens).all() for s in counted)  # type: ignore[union-attr]
 
 
+def test_a_layer_without_its_block_has_no_count(engine: EmbeddedEngine) -> None:
+    generate(engine, PROMPT, max_tokens=8)
+    engine.steps()
+    install(engine, NO_MOE)
+    generate(engine, PROMPT, max_tokens=8)
+    assert [s.expert_load for s in engine.steps() if s.expert_load is not None] == []
+
+
 def test_a_serving_engine_refuses_a_trial_signature(engine: EmbeddedEngine) -> None:
     change = portfolio(RMS_NORM_REWRITE)
     with pytest.raises(PermissionError, match="scope serve"):
@@ -268,6 +402,12 @@ def test_a_fingerprint_shows_a_changed_weight(engine: EmbeddedEngine) -> None:
     before = engine.fingerprint()
     weights = engine.model.get_parameter("model.layers.1.mlp.experts.w13_weight")
     weights.data[3, 5, 7] += 1e-3
+    assert engine.fingerprint() != before
+
+
+def test_a_fingerprint_shows_a_changed_setting(engine: EmbeddedEngine) -> None:
+    before = engine.fingerprint()
+    engine.model.get_submodule("model.layers.1.mlp.experts").top_k = 1  # type: ignore[assignment]
     assert engine.fingerprint() != before
 
 
@@ -302,6 +442,26 @@ def test_truncated_weights_are_named(tmp_path: Path) -> None:
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel is not one of Llama"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"), [({"mlp_bias": True}, "mlp_bias True"), ({"hidden_act": "gelu"}, "gelu")]
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    tmp_path: Path, changed: dict[str, Any], why: str
+) -> None:
+    save_llama(tmp_path, **changed)
+    with pytest.raises(ModelError, match=why):
+        load_model(tmp_path, torch.float32)
+
+
+def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
+    save_file({**load_file(file), **extra}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"q_norm\.weight has no place"):
         load_model(tmp_path, torch.float32)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -112,6 +115,11 @@ async def test_a_stop_string_ends_the_answer_and_is_left_out(client: openai.Asyn
         ({"prompt": "x", "echo": True}, 400, "echo"),
         ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "stop": [1]}, 400, "stop"),
+        ({"prompt": "x", "stop": 5}, 400, "stop"),
+        ({"prompt": "x", "stop_token_ids": ["a"]}, 400, "stop_token_ids"),
+        ({"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens"),
+        ({"prompt": "x", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
+        ({"prompt": "\ud800"}, 400, "prompt"),
     ],
 )
 async def test_what_is_asked_wrongly_is_named(
@@ -120,6 +128,38 @@ async def test_what_is_asked_wrongly_is_named(
     async with http.post("/v1/completions", json=body) as reply:
         assert reply.status == status
         assert (await reply.json())["error"]["param"] == param
+
+
+async def test_a_stop_token_ends_the_answer(client: openai.AsyncOpenAI) -> None:
+    body = {**GREEDY, "extra_body": {"return_token_ids": True}}
+    whole = await client.completions.create(prompt="def main():", **body)
+    third = whole.choices[0].model_extra["token_ids"][2]
+    body["extra_body"] = {"stop_token_ids": [third]}
+    cut = await client.completions.create(prompt="def main():", **body)
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens <= 3
+
+
+async def test_text_offsets_point_into_the_answer(client: openai.AsyncOpenAI) -> None:
+    choice = (await client.completions.create(prompt="def main():", logprobs=1, **GREEDY)).choices[
+        0
+    ]
+    told = choice.logprobs
+    assert told is not None
+    for token, offset in zip(told.tokens or [], told.text_offset or [], strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+async def test_health_says_when_no_answer_can_come() -> None:
+    engine = await asyncio.to_thread(EmbeddedEngine, EngineSettings())
+    async with (
+        serving(engine, "127.0.0.1", 0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        assert (await http.get("/health")).status == 200
+        await asyncio.to_thread(engine.close)
+        assert (await http.get("/health")).status == 503
 
 
 async def test_a_body_that_is_not_json_is_a_clear_400(http: aiohttp.ClientSession) -> None:
@@ -160,6 +200,31 @@ async def test_a_taken_port_is_named(url: str) -> None:
         async with serving(engine, "127.0.0.1", port):
             pass
     await asyncio.to_thread(engine.close)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content | tojson }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def templated(tmp_path: Path) -> Text:
+    shutil.copy(SHIPPED_MODEL / "tokenizer.json", tmp_path)
+    settings = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Text(tmp_path)
+
+
+def test_a_template_finds_what_it_does_in_transformers(templated: Text) -> None:
+    said = templated.chat([{"role": "user", "content": "<é>"}], add_prompt=False, go_on=False)
+    assert said == '<s>"<é>"'
+
+
+def test_what_a_template_refuses_is_said(templated: Text) -> None:
+    with pytest.raises(ValueError, match="no tools here"):
+        templated.chat([{"role": "tool", "content": ""}], add_prompt=True, go_on=False)
 
 
 def test_no_character_comes_in_halves() -> None:

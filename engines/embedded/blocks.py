@@ -60,7 +60,7 @@ class BlockPool:
         return found
 
     def allocate(self) -> int:
-        """One fresh block. Raises `OutOfBlocks`."""
+        """One block, with whatever was left in it. Raises `OutOfBlocks`."""
         if not self._free:
             raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use")
         block = self._blocks[next(iter(self._free))]

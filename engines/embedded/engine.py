@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import hmac
 import inspect
 import logging
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -42,6 +45,7 @@ from engines.embedded.weights import DTYPES, SHIPPED_MODEL, ModelError, load_mod
 from engines.engine import (
     Array,
     CandidateError,
+    EngineGone,
     EngineInfo,
     ModuleInfo,
     Portfolio,
@@ -51,7 +55,7 @@ from engines.engine import (
     SwapReport,
     sign,
 )
-from engines.inside.forward import Fault, Forwards, Loaded, Source
+from engines.inside.forward import Fault, Forwards, Source
 from profiler.reservoir import Workload
 from profiler.samples import StepSample
 
@@ -115,6 +119,11 @@ class EmbeddedEngine:
         self._asked.put(lambda: self._live.remove(request))
 
     @property
+    def is_running(self) -> bool:
+        """The thread lives. It may still hang in a step: `info` would then be silent."""
+        return self._thread.is_alive()
+
+    @property
     def num_waiting(self) -> int:
         return len(self._live.waiting)
 
@@ -165,7 +174,7 @@ class EmbeddedEngine:
 
     def swap(self, portfolio: Portfolio, signature: str) -> SwapReport:
         expected = sign(self.settings.key, self.settings.scope, portfolio.digest)
-        if not self.settings.key or signature != expected:
+        if not self.settings.key or not hmac.compare_digest(signature.encode(), expected.encode()):
             raise PermissionError(
                 f"portfolio {portfolio.digest[:12] or 'stock'} is not signed for an engine of "
                 f"scope {self.settings.scope}"
@@ -175,17 +184,19 @@ class EmbeddedEngine:
             for f in portfolio.forwards
         ]
         started_s = time.monotonic()
-        # `prepare` reads modules that a step may be using, so it too runs between two steps.
-        loaded = self._ask(lambda: self._forwards.load(portfolio.digest, sources))
+        try:
+            files = self._forwards.read(sources)
+        except Fault as e:
+            raise CandidateError(str(e)) from e
         load_s = time.monotonic() - started_s
-        return self._ask(lambda: self._flip(lambda: self._forwards.install(loaded), loaded, load_s))
+
+        def install() -> None:  # `prepare` reads modules that a step uses: between two steps too
+            self._forwards.install(self._forwards.bind(portfolio.digest, files))
+
+        return self._ask(lambda: self._flip(install, load_s))
 
     def revert(self) -> SwapReport:
-        def flip() -> SwapReport:
-            previous = self._forwards.previous or self._forwards.current
-            return self._flip(self._forwards.revert, previous, 0.0)
-
-        return self._ask(flip)
+        return self._ask(lambda: self._flip(self._forwards.revert))
 
     def call(self, module: str, inputs: Sequence[Array]) -> tuple[Array, ...]:
         return self._ask(lambda: self._call(module, inputs))
@@ -253,7 +264,8 @@ class EmbeddedEngine:
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _ask(self, function: Callable[[], T]) -> T:
-        """Run on the engine's thread, between two steps, and wait for the answer."""
+        """Run on the engine's thread, between two steps, and wait for the answer. Raises
+        `EngineGone` when the thread has ended."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -265,6 +277,9 @@ class EmbeddedEngine:
                 answer.set_exception(e)
 
         self._asked.put(run)
+        while not wait((answer,), timeout=1.0).done:
+            if not self._thread.is_alive() and not answer.done():
+                raise EngineGone("the embedded engine was closed")
         return answer.result()
 
     def _loop(self) -> None:
@@ -273,8 +288,7 @@ class EmbeddedEngine:
                 self._asked.get()()
             else:
                 self._live_step()
-        for request in (*self._live.running, *self._live.waiting):
-            request.on_event(TokenEvent(None, finish=Finish.ABORT))
+        self._give_up(Finish.ABORT)
 
     def _end(self) -> None:
         self._closing = True
@@ -290,16 +304,26 @@ class EmbeddedEngine:
             self._recover(str(e))
         except Exception:
             log.exception("step failed")
-            for request in (*self._live.running, *self._live.waiting):
-                self._live.remove(request)
-                request.on_event(TokenEvent(None, finish=Finish.ERROR))
+            self._give_up(Finish.ERROR)
+
+    def _give_up(self, finish: Finish) -> None:
+        for request in (*self._live.running, *self._live.waiting):
+            self._live.remove(request)
+            self._tell(request, TokenEvent(None, finish=finish))
+
+    def _tell(self, request: Request, event: TokenEvent) -> None:
+        """A client that raises is taken out; the others must not notice."""
+        try:
+            request.on_event(event)
+        except Exception:
+            log.exception("a request's event could not be told")
+            self._live.remove(request)
 
     def _recover(self, fault: str) -> None:
         """A forward pass raised while it served: stock answers the same requests, recomputed."""
         self.faults.append(fault)
         digest = self._forwards.current.digest
-        self._flip(lambda: self._forwards.install(Loaded()), Loaded(), 0.0)
-        self._forwards.previous = None
+        self._flip(self._forwards.give_way)
         log.error("forward pass faulted, stock serves", extra={"digest": digest, "fault": fault})
 
     def _note(self, works: Sequence[Work], counted: bool) -> None:
@@ -321,23 +345,32 @@ class EmbeddedEngine:
         counted: bool = False,
     ) -> None:
         """Run scheduled work; `sampled` gets each finished row of logits, in order."""
-        hidden_states = self._runner.run(works, counted)
-        ends = torch.tensor([w.num_new for w in works]).cumsum(0)
-        for work, end in zip(works, ends.tolist(), strict=True):
-            if work.request.params.num_prompt_logprobs is not None:
-                self._describe_prompt(work, hidden_states[end - work.num_new : end])
-        for work in works:
-            scheduler.computed(work)
-        sampling_works = [w for w in works if w.request.num_computed == w.request.num_tokens]
-        if sampling_works:
-            last = [
-                end - 1
-                for w, end in zip(works, ends.tolist(), strict=True)
-                if w.request.num_computed == w.request.num_tokens
-            ]
-            logits = self._runner.logits(hidden_states[last])
-            for work, row in zip(sampling_works, logits, strict=True):
-                sampled(work.request, row)
+        with self._blaming():
+            hidden_states = self._runner.run(works, counted)
+            ends = list(accumulate(w.num_new for w in works))
+            for work, end in zip(works, ends, strict=True):
+                if work.request.params.num_prompt_logprobs is not None:
+                    self._describe_prompt(work, hidden_states[end - work.num_new : end])
+            last = {w.request: end - 1 for w, end in zip(works, ends, strict=True) if w.samples}
+            for work in works:
+                scheduler.computed(work)
+            if last:
+                logits = self._runner.logits(hidden_states[list(last.values())])
+                for request, row in zip(last, logits, strict=True):
+                    sampled(request, row)
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """What breaks under a portfolio is its fault, wherever: a wrong shape shows only later, in
+        the stock forward behind it."""
+        try:
+            yield
+        except Fault:
+            raise
+        except Exception as e:
+            if not self._forwards.current.bounds:
+                raise
+            raise Fault(f"a step under it raised {type(e).__name__}: {e}") from e
 
     def _sampled(self, request: Request, logits: torch.Tensor) -> None:
         params = request.params
@@ -353,7 +386,7 @@ class EmbeddedEngine:
             finish = Finish.LENGTH
         if finish is not None:
             self._live.remove(request)
-        request.on_event(TokenEvent(token_id, logprob, finish))
+        self._tell(request, TokenEvent(token_id, logprob, finish))
 
     def _describe_prompt(self, work: Work, hidden_states: torch.Tensor) -> None:
         """Log-probabilities of prompt tokens; the first has none."""
@@ -370,14 +403,15 @@ class EmbeddedEngine:
             described = sampling.describe(row, request.prompt[first + i], num_top)
             request.prompt_logprobs.append(described)
 
-    def _flip(self, flip: Callable[[], None], to: Loaded, load_s: float) -> SwapReport:
+    def _flip(self, flip: Callable[[], None], load_s: float = 0.0) -> SwapReport:
         started_s = time.monotonic()
         flip()
+        now = self._forwards.current
         num_preempted = self._live.preempt_all()
-        self._live.salt = to.digest.encode()
+        self._live.salt = now.digest.encode()
         return SwapReport(
-            digest=to.digest,
-            num_modules=len(to.bounds),
+            digest=now.digest,
+            num_modules=len(now.bounds),
             num_preempted=num_preempted,
             load_s=load_s,
             swap_s=time.monotonic() - started_s,
@@ -445,10 +479,13 @@ class EmbeddedEngine:
         return num_steps, num_tokens
 
     def _requests(self, workload: Workload) -> list[Request]:
+        vocab_size = self.model.config.vocab_size
         for r in workload.requests:
-            num = len(r.prompt_token_ids) + len(r.output_token_ids)
-            if num > self.max_model_len:
-                raise CandidateError(f"a request has {num} tokens, over {self.max_model_len}")
+            ids = (*r.prompt_token_ids, *r.output_token_ids)
+            if len(ids) > self.max_model_len:
+                raise CandidateError(f"a request has {len(ids)} tokens, over {self.max_model_len}")
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise CandidateError(f"a request has a token that is not within 0-{vocab_size - 1}")
         return [
             Request(str(i), r.prompt_token_ids, SamplingParams(), _ignore, r.output_token_ids)
             for i, r in enumerate(workload.requests)
@@ -465,12 +502,28 @@ class EmbeddedEngine:
             h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             h.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
         for path, module in self.model.named_modules():
-            hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-            h.update(f"{path} {type(module).__qualname__} {hooks}".encode())
-            h.update(repr(sorted(set(module.__dict__) - self._forwards.installed(path))).encode())
-            h.update(str(id(type(module).forward)).encode())
+            own = set(module.__dict__) - self._forwards.installed(path)
+            settings = [(name, _plain(module.__dict__[name])) for name in sorted(own)]
+            h.update(f"{path} {type(module).__qualname__} {settings}".encode())
+        owners = {c for m in self.model.modules() for c in type(m).__mro__}
+        for owner in sorted(owners, key=lambda c: c.__qualname__):
+            h.update(repr(_functions(owner)).encode())
         h.update(repr(_process_state()).encode())
         return h.hexdigest()
+
+
+def _plain(value: object) -> object:
+    """What of an attribute is worth a look: numbers and names as they are, and who the hooks are.
+    Tensors have been hashed already."""
+    if isinstance(value, bool | int | float | str | tuple | None):
+        return value
+    return [id(v) for v in value.values()] if isinstance(value, OrderedDict) else None
+
+
+def _functions(owner: object) -> list[tuple[str, int]]:
+    """Who they are, but for two of `nn.Module` that dynamo wraps and no step calls."""
+    found = {name: id(value) for name, value in vars(owner).items() if callable(value)}
+    return sorted((n, i) for n, i in found.items() if n not in ("__init__", "__setstate__"))
 
 
 def _process_state() -> tuple[object, ...]:
@@ -478,15 +531,20 @@ def _process_state() -> tuple[object, ...]:
     return (
         torch.get_default_dtype(),
         torch.get_num_threads(),
+        torch.get_num_interop_threads(),
         torch.is_grad_enabled(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
         gc.isenabled(),
         threading.active_count(),
         *(id(f) for f in (time.time, time.monotonic, time.perf_counter)),
-        *(id(f) for f in (torch.matmul, torch.nn.functional.linear, torch.Tensor.copy_)),
+        *(id(f) for f in (torch.matmul, torch.topk, torch.cat, torch.zeros_like, torch.where)),
+        *(_functions(owner) for owner in (torch.nn.functional, torch.Tensor)),
         len(torch.nn.modules.module._global_forward_hooks),
+        len(torch.nn.modules.module._global_forward_pre_hooks),
     )
 
 

@@ -255,11 +255,7 @@ class Qwen3MoeMLP(_GatedMLP): ...
 
 
 class FusedMoE(nn.Module):
-    """The experts: gate and up rows fused in `w13_weight`, all experts in one tensor each.
-
-    `load` counts routed tokens by expert, int64[num_experts], while `counts` is on; it is read and
-    reset by the runner and never on while a replay is timed.
-    """
+    """The experts: gate and up rows fused in `w13_weight`, all experts in one tensor each."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -21,21 +21,19 @@ class Runner:
         config = model.config
         self.model = model
         self.block_size = block_size
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        dtype = model.lm_head.weight.dtype
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self._kv = torch.zeros(shape, dtype=model.lm_head.weight.dtype)
         self._caches = {
-            f"model.layers.{i}.self_attn.attn": (
-                torch.zeros(shape, dtype=dtype),
-                torch.zeros(shape, dtype=dtype),
-            )
-            for i in range(config.num_layers)
+            f"model.layers.{i}.self_attn.attn": (keys, values)
+            for i, (keys, values) in enumerate(self._kv)
         }
         self._routed = _Routed(model)
 
     def run(self, works: Sequence[Work], count_experts: bool = False) -> Tensor:
         """Hidden states of all scheduled tokens, [num_tokens, hidden_size], final norm included."""
+        self._clear([w.request.blocks[-1] for w in works if w.starts_block])
         view, ids = self._view(works)
-        self._routed.on = count_experts
+        self._routed.start(count_experts)
         with torch.inference_mode(), running(view):
             return self.model(ids, view.positions)  # type: ignore[no-any-return]
 
@@ -44,8 +42,14 @@ class Runner:
             return self.model.compute_logits(hidden_states)
 
     def expert_load(self) -> npt.NDArray[np.int64] | None:
-        """[num_moe_layers, num_experts] of the last counted step; None without experts."""
+        """[num_moe_layers, num_experts] of the last step. None when it was not counted, or a
+        forward pass left a layer's block out, or there are no experts."""
         return self._routed.take()
+
+    def _clear(self, blocks: list[int]) -> None:
+        """A mask does not undo a NaN: what an earlier request left behind a sequence's end goes."""
+        if blocks:
+            self._kv.index_fill_(2, torch.tensor(blocks), 0.0)
 
     def _view(self, works: Sequence[Work]) -> tuple[StepView, Tensor]:
         size = self.block_size
@@ -59,7 +63,7 @@ class Runner:
             starts.append(len(ids))
         seq_lens = tuple(w.request.num_computed + w.num_new for w in works)
         longest = max(len(w.request.blocks) for w in works)
-        tables = [w.request.blocks + [0] * (longest - len(w.request.blocks)) for w in works]
+        tables = [b + b[-1:] * (longest - len(b)) for b in (w.request.blocks for w in works)]
         view = StepView(
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(slots),
@@ -85,14 +89,20 @@ class _Routed:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        self.on = False
+        self._on = False
+        self._counts: dict[int, npt.NDArray[np.int64]] = {}  # by layer, of this step
         blocks = [m for m in model.modules() if isinstance(m, Qwen3MoeSparseMoeBlock)]
-        self._counts = [np.zeros(model.config.num_experts, np.int64) for _ in blocks]
+        self._num_layers = len(blocks)
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda m, args, i=i: self._count(i, m, args[0]))
 
+    def start(self, on: bool) -> None:
+        """A step begins; forget the last one's counts."""
+        self._on = on
+        self._counts.clear()
+
     def _count(self, index: int, block: Qwen3MoeSparseMoeBlock, hidden_states: Tensor) -> None:
-        if self.on:
+        if self._on:
             logits = torch.nn.functional.linear(hidden_states, block.gate.weight)
             chosen = logits.topk(block.experts.top_k, dim=-1).indices.flatten()
             self._counts[index] = torch.bincount(
@@ -100,4 +110,6 @@ class _Routed:
             ).numpy()
 
     def take(self) -> npt.NDArray[np.int64] | None:
-        return np.stack(self._counts) if self._counts else None
+        if not self._counts or len(self._counts) < self._num_layers:
+            return None
+        return np.stack([self._counts[i] for i in range(self._num_layers)])

@@ -87,6 +87,7 @@ class Work:
 
     request: Request
     num_new: int
+    starts_block: bool = False  # its last block is new to it and holds what others left there
 
     @property
     def samples(self) -> bool:
@@ -137,8 +138,9 @@ class Scheduler:
         for request in tuple(self.running):
             if budget and request in self.running:
                 num_new = min(request.num_tokens - request.num_computed, budget)
+                num_held = len(request.blocks)
                 if self._make_room(request, num_new):
-                    works.append(Work(request, num_new))
+                    works.append(Work(request, num_new, len(request.blocks) > num_held))
                     budget -= num_new
         works = [w for w in works if w.request in self.running]
         while budget and self.waiting and len(self.running) < self._max_num_seqs:
@@ -163,14 +165,15 @@ class Scheduler:
         self._find_prefix(request)
         num_new = min(request.num_tokens - request.num_computed, budget)
         needed = -(-(request.num_computed + num_new) // self.pool.block_size)
-        if needed - len(request.blocks) > self.pool.num_free:
+        num_held = len(request.blocks)
+        if needed - num_held > self.pool.num_free:
             self._release(request)
             return None
         while len(request.blocks) < needed:
             request.blocks.append(self.pool.allocate())
         self.waiting.popleft()
         self.running.append(request)
-        return Work(request, num_new)
+        return Work(request, num_new, needed > num_held)
 
     def _find_prefix(self, request: Request) -> None:
         """At least one token is left to compute: the last one's logits are wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import secrets
@@ -11,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -32,9 +34,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # parameter -> values that change n
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     **dict.fromkeys(("repetition_penalty",), (1,)),
-    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
     **dict.fromkeys(("logit_bias", "min_p", "min_tokens"), ({}, 0)),
-    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "echo"), (False,)),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens"), ()),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
 }
@@ -155,7 +159,8 @@ class Server:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        """503 when the engine's thread has ended. A hanging one is silent on its control socket."""
+        return web.Response(status=200 if self._engine.is_running else 503)
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.page(), content_type="text/plain", charset="utf-8")
@@ -173,7 +178,8 @@ class Server:
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         tokens = (await _body(request)).get("tokens")
-        return web.json_response({"prompt": self._text.decode(self._checked_ids(tokens), False)})
+        text = self._text.decode(self._checked_ids(tokens, "tokens"), skip_special_tokens=False)
+        return web.json_response({"prompt": text})
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -209,7 +215,8 @@ class Server:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[TokenEvent]()
 
         def on_event(event: TokenEvent) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         request = Request(id_, asked.prompt, asked.params, on_event)
         self._engine.submit(request)
@@ -287,7 +294,7 @@ class Server:
         described = [e.logprob for e in taken if e.logprob is not None]
         choice: dict[str, Any] = {
             "index": 0,
-            "logprobs": self._logprobs(asked, described),
+            "logprobs": self._logprobs(asked, described, len(answer.text) - len(said)),
             "finish_reason": answer.finish,
         }
         if asked.chat:
@@ -321,6 +328,8 @@ class Server:
             choice["text"] = answer.text
         if asked.return_token_ids:
             choice["token_ids"] = answer.token_ids
+            if not asked.chat:
+                choice["prompt_token_ids"] = asked.prompt
         whole: dict[str, Any] = {
             "id": answer.id,
             "object": "chat.completion" if asked.chat else "text_completion",
@@ -329,6 +338,8 @@ class Server:
             "choices": [choice],
             "usage": _usage(request, answer),
         }
+        if asked.return_token_ids and asked.chat:
+            whole["prompt_token_ids"] = asked.prompt
         if asked.params.num_prompt_logprobs is not None:
             told = [self._prompt_logprob(p) for p in request.prompt_logprobs]
             (whole if asked.chat else choice)["prompt_logprobs"] = told
@@ -336,17 +347,23 @@ class Server:
 
     # --- log-probabilities ------------------------------------------------------------------------
 
-    def _logprobs(self, asked: Asked, described: list[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, asked: Asked, described: list[TokenLogprob], offset: int = 0
+    ) -> dict[str, Any] | None:
+        """`offset`: characters of the answer before these tokens."""
         if asked.params.num_logprobs is None:
             return None
         if asked.chat:
             return {"content": [self._chat_logprob(d) for d in described]}
         tokens = [self._text.token(d.token_id) for d in described]
         return {
-            "text_offset": [0] * len(tokens),
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
             "tokens": tokens,
             "token_logprobs": [d.logprob for d in described],
-            "top_logprobs": [{self._text.token(t): p for t, p in d.top} for d in described],
+            "top_logprobs": [
+                {self._text.token(t): p for t, p in (*d.top, (d.token_id, d.logprob))}
+                for d in described
+            ],
         }
 
     def _chat_logprob(self, described: TokenLogprob) -> dict[str, Any]:
@@ -386,6 +403,8 @@ class Server:
                 "messages" if chat else "prompt",
             )
         options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise BadRequest("stream_options must be an object", "stream_options")
         return Asked(
             chat=chat,
             model=model,
@@ -393,13 +412,14 @@ class Server:
             params=self._params(body, chat, room),
             stops=_stops(body),
             stream=bool(body.get("stream", False)),
-            include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            include_usage=bool(options.get("include_usage")),
             return_token_ids=bool(body.get("return_token_ids", False)),
         )
 
     def _params(self, body: dict[str, Any], chat: bool, room: int) -> SamplingParams:
-        key = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
-        wanted = int(_number(body, key, room if chat else 16, 1, 1 << 30))
+        both = ("max_completion_tokens", "max_tokens")
+        key = next((k for k in both if body.get(k) is not None), both[1])
+        wanted = _integer(body, key, room if chat else 16, 1, 1 << 30)
         seed = body.get("seed")
         prompt_logprobs = body.get("prompt_logprobs")
         if prompt_logprobs is not None and body.get("stream"):
@@ -408,32 +428,46 @@ class Server:
             max_tokens=min(wanted, room),
             temperature=float(_number(body, "temperature", 1.0, 0.0, 100.0)),
             top_p=float(_number(body, "top_p", 1.0, 1e-9, 1.0)),
-            top_k=max(0, int(_number(body, "top_k", 0, -1, 1 << 30))),
-            seed=secrets.randbits(63) if seed is None else int(_number(body, "seed", 0, 0, 2**64)),
-            stop_token_ids=(frozenset() if body.get("ignore_eos") else self._text.stop_token_ids),
+            top_k=max(0, _integer(body, "top_k", 0, -1, 1 << 30)),
+            seed=secrets.randbits(63) if seed is None else _integer(body, "seed", 0, 0, 2**64),
+            stop_token_ids=self._stop_token_ids(body),
             num_logprobs=_num_logprobs(body, chat),
             num_prompt_logprobs=(
                 None
                 if prompt_logprobs is None
-                else int(_number(body, "prompt_logprobs", 0, 0, MAX_LOGPROBS))
+                else _integer(body, "prompt_logprobs", 0, 0, MAX_LOGPROBS)
             ),
+        )
+
+    def _stop_token_ids(self, body: dict[str, Any]) -> frozenset[int]:
+        extra = self._checked_ids(body.get("stop_token_ids") or [], "stop_token_ids")
+        return frozenset(extra) | (
+            frozenset() if body.get("ignore_eos") else self._text.stop_token_ids
         )
 
     def _prompt_ids(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, str):
-            return self._text.encode(prompt, bool(body.get("add_special_tokens", True)))
+            return self._encode(prompt, bool(body.get("add_special_tokens", True)), "prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             return self._prompt_ids({**body, "prompt": prompt[0]})
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             raise BadRequest("several prompts in one request are not supported", "prompt")
         return self._checked_ids(prompt)
 
-    def _checked_ids(self, ids: object) -> list[int]:
+    def _checked_ids(self, ids: object, param: str = "prompt") -> list[int]:
         size = self._engine.model.config.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < size for i in ids):
-            raise BadRequest(f"prompt must be a string or token ids below {size}", "prompt")
+            text = "a string or " if param == "prompt" else ""
+            raise BadRequest(f"{param} must be {text}token ids below {size}", param)
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise BadRequest(f"{param} holds half a surrogate pair, which is no text", param) from e
+        return self._text.encode(text, add_special_tokens)
 
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
         messages = body.get("messages")
@@ -442,11 +476,16 @@ class Server:
         plain = [_plain(m) for m in messages]
         go_on = bool(body.get("continue_final_message", False))
         add = bool(body.get("add_generation_prompt", not go_on))
+        if go_on and add:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
         try:
             text = self._text.chat(plain, add, go_on)
         except ValueError as e:
             raise BadRequest(str(e), "messages") from e
-        return self._text.encode(text, bool(body.get("add_special_tokens", False)))
+        return self._encode(text, bool(body.get("add_special_tokens", False)), "messages")
 
 
 def _plain(message: object) -> dict[str, Any]:
@@ -480,21 +519,27 @@ def _number(body: dict[str, Any], key: str, default: float, low: float, high: fl
     return value  # type: ignore[no-any-return]
 
 
+def _integer(body: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
+    if isinstance(body.get(key), float):
+        raise BadRequest(f"{key} is {body[key]!r}; it must be a whole number", key)
+    return int(_number(body, key, default, low, high))
+
+
 def _num_logprobs(body: dict[str, Any], chat: bool) -> int | None:
     if not chat:
         asked = body.get("logprobs")
-        return None if asked is None else int(_number(body, "logprobs", 0, 0, MAX_LOGPROBS))
+        return None if asked is None else _integer(body, "logprobs", 0, 0, MAX_LOGPROBS)
     if not body.get("logprobs"):
         return None
-    return int(_number(body, "top_logprobs", 0, 0, MAX_LOGPROBS))
+    return _integer(body, "top_logprobs", 0, 0, MAX_LOGPROBS)
 
 
 def _stops(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(s, str) and s for s in stops):
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):
         raise BadRequest("stop must be a string or a list of strings", "stop")
-    return stops
+    return tuple(stops)
 
 
 def _usage(request: Request, answer: Answer) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -26,7 +29,10 @@ class Text:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as e:  # the library raises the bare class
             raise ModelError(f"{file} is not a tokenizer: {e}") from e
-        self._template = self._read_template(directory)
+        config = directory / "tokenizer_config.json"
+        settings = read_json(config) if config.exists() else {}
+        self._special = _special_tokens(settings)
+        self._template = _read_template(directory, settings.get("chat_template"))
         self.stop_token_ids = _stop_ids(directory)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -47,25 +53,55 @@ class Text:
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions")
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=add_prompt)
+            text: str = self._template.render(
+                messages=messages, add_generation_prompt=add_prompt, **self._special
+            )
         except (TemplateError, TypeError, KeyError) as e:
             raise ValueError(f"the chat template refused the messages: {e}") from e
         if not go_on:
             return text
         last = str(messages[-1].get("content", "")).strip()
+        if last not in text:
+            raise ValueError("the chat template changes the last message; it cannot be continued")
         return text[: text.rindex(last) + len(last)]
 
-    def _read_template(self, directory: Path) -> Any:
-        config = directory / "tokenizer_config.json"
-        loose = directory / "chat_template.jinja"
-        source = read_json(config).get("chat_template") if config.exists() else None
-        if source is None and loose.exists():
-            source = loose.read_text()
-        if source is None:
-            return None
-        return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
-            source
-        )
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its kind, which templates write by name."""
+    found = {k: v for k, v in settings.items() if k.endswith("_token")}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
+    return {k: v for k, v in texts.items() if isinstance(v, str)}
+
+
+def _read_template(directory: Path, source: Any) -> Any:
+    """The chat template, the one called default where there are several; None without one."""
+    loose = directory / "chat_template.jinja"
+    if isinstance(source, list):
+        source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    if loose.exists():
+        source = loose.read_text()
+    if source is None:
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment.from_string(source)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """jinja's own escapes HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 def _stop_ids(directory: Path) -> frozenset[int]:

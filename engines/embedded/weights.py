@@ -18,6 +18,7 @@ FUSED = {  # our name -> the checkpoint's, in row order
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")  # computed; tied to the embedding
 
 
 class ModelError(ValueError):
@@ -55,6 +56,7 @@ def _config(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     num_layers = raw["num_hidden_layers"]
     sparse = raw.get("decoder_sparse_step", 1)
     dense = set(raw.get("mlp_only_layers") or ())
+    _refuse_unknown(raw)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ModelError(f"rope type {rope.get('rope_type', rope.get('type'))} is not supported")
@@ -72,12 +74,19 @@ def _config(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         max_model_len=raw["max_position_embeddings"],
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         attention_bias=raw.get("attention_bias", False),
-        num_experts=raw.get("num_experts", 0),
+        num_experts=raw.get("num_experts") or raw.get("num_local_experts", 0),
         num_experts_per_tok=raw.get("num_experts_per_tok", 0),
         moe_intermediate_size=raw.get("moe_intermediate_size", 0),
         norm_topk_prob=raw.get("norm_topk_prob", False),
         dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % sparse != 0),
     )
+
+
+def _refuse_unknown(raw: dict[str, Any]) -> None:
+    """What would be computed otherwise than the model was trained is refused, not ignored."""
+    for key, known in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+        if raw.get(key, known) != known:
+            raise ModelError(f"{key} {raw[key]!r} is not supported; only {known!r} is")
 
 
 def load_model(directory: Path, dtype: torch.dtype) -> CausalLM:
@@ -93,6 +102,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> CausalLM:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors.take(name, parameter.shape))
+    tensors.check_all_taken()
     return model.eval().requires_grad_(False)
 
 
@@ -111,6 +121,7 @@ class _Tensors:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file_of = {name: file for file in _files(directory) for name in _names(file)}
+        self._taken: set[str] = set()
 
     def take(self, name: str, shape: torch.Size) -> torch.Tensor:
         """Our parameter `name`, put together from the checkpoint's tensors."""
@@ -118,6 +129,12 @@ class _Tensors:
         if found.shape != shape:
             raise ModelError(f"{self._directory}: {name} is {list(found.shape)}, not {list(shape)}")
         return found
+
+    def check_all_taken(self) -> None:
+        """A tensor that nobody asked for belongs to another model, or a quantised one."""
+        left = [n for n in self._file_of.keys() - self._taken if not n.endswith(HARMLESS)]
+        if left:
+            raise ModelError(f"{self._directory}: tensor {min(left)} has no place in this model")
 
     def _find(self, name: str) -> torch.Tensor:
         if name.endswith(("experts.w13_weight", "experts.w2_weight")):
@@ -146,6 +163,7 @@ class _Tensors:
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
             raise ModelError(f"{self._directory}: tensor {name} is missing from the checkpoint")
+        self._taken.add(name)
         with _open(self._file_of[name]) as file:
             return file.get_tensor(name)  # type: ignore[no-any-return]
 

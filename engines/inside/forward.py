@@ -22,7 +22,8 @@ import torch
 from engines.inside import step
 
 Function = Callable[..., Any]
-_serial = itertools.count()
+REGISTERED = ("_parameters", "_buffers", "_modules")  # where nn.Module keeps what it was given
+_serial = itertools.count()  # of this process: module names are global to it
 
 
 class Fault(RuntimeError):
@@ -38,6 +39,14 @@ class Source:
     min_tokens: int
     max_tokens: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A forward pass whose file has run, under a module name of its own."""
+
+    source: Source
+    module: types.ModuleType
 
 
 @dataclass(slots=True)
@@ -63,11 +72,12 @@ class Loaded:
 
     digest: str = ""
     bounds: tuple[Bound, ...] = ()
+    files: tuple[File, ...] = ()
 
 
 class Forwards:
-    """The forward passes of one model. Belongs to the thread that runs steps, but for `load`'s
-    callers, who hold back steps themselves when `prepare` could disturb one."""
+    """The forward passes of one model. Belongs to the thread that runs steps, but for `read`, which
+    touches no module of the model."""
 
     def __init__(self, model: torch.nn.Module, directory: Path) -> None:
         """Files are written to `directory`: Triton and dynamo read source from there."""
@@ -77,25 +87,35 @@ class Forwards:
         self.current = Loaded()
         self.previous: Loaded | None = None
 
+    def read(self, sources: Sequence[Source]) -> tuple[File, ...]:
+        """Run the files. Raises `Fault`, and then keeps none."""
+        files: list[File] = []
+        try:
+            for source in sources:
+                files.append(File(source, self._execute(source)))
+        except Fault:
+            _forget(files)
+            raise
+        return tuple(files)
+
+    def bind(self, digest: str, files: tuple[File, ...]) -> Loaded:
+        """Find the modules and prepare them. Raises `Fault`; nothing is installed and nothing is
+        left on a module then."""
+        try:
+            return Loaded(digest, tuple(self._bounds(files)), files)
+        except Fault:
+            _forget(files)
+            raise
+
     def load(self, digest: str, sources: Sequence[Source]) -> Loaded:
-        """Raises `Fault`; nothing is installed and nothing is left on a module then."""
-        chosen: dict[str, list[tuple[Source, Function]]] = {}
-        extra: dict[str, dict[str, Any]] = {}
-        for source in sources:
-            file = self._execute(source)
-            for path, function in self._matches(source, file):
-                if path not in chosen or all(s is not source for s, _ in chosen[path]):
-                    self._prepare(source, file, path, extra.setdefault(path, {}))
-                chosen.setdefault(path, []).append((source, function))
-        bounds = (
-            Bound(self._modules[path], self._dispatcher(path, members), extra[path])
-            for path, members in chosen.items()
-        )
-        return Loaded(digest, tuple(bounds))
+        """`read`, then `bind`."""
+        return self.bind(digest, self.read(sources))
 
     def install(self, loaded: Loaded) -> None:
         """The flip; what ran becomes what `revert` restores."""
         self._flip(self.current, loaded)
+        if self.previous is not None:
+            _forget(self.previous.files)
         self.previous, self.current = self.current, loaded
 
     def revert(self) -> None:
@@ -103,7 +123,15 @@ class Forwards:
         if self.previous is None:
             raise Fault("nothing to revert to: no portfolio was swapped in")
         self._flip(self.current, self.previous)
+        _forget(self.current.files)
         self.current, self.previous = self.previous, None
+
+    def give_way(self) -> None:
+        """Stock runs, and there is nothing to revert to: what ran has raised."""
+        self.install(Loaded())
+        assert self.previous is not None
+        _forget(self.previous.files)
+        self.previous = None
 
     def find(self, target: str) -> Iterator[torch.nn.Module]:
         """Modules that a `cls:` or `path:` pattern names."""
@@ -123,6 +151,17 @@ class Forwards:
             bound.module.__dict__.update(bound.attributes)
             bound.module.__dict__["forward"] = bound.forward
 
+    def _bounds(self, files: Sequence[File]) -> Iterator[Bound]:
+        chosen: dict[str, list[tuple[Source, Function]]] = {}
+        extra: dict[str, dict[str, Any]] = {}
+        for file in files:
+            for path, function in self._matches(file):
+                if path not in chosen or all(s is not file.source for s, _ in chosen[path]):
+                    self._prepare(file, path, extra.setdefault(path, {}))
+                chosen.setdefault(path, []).append((file.source, function))
+        for path, members in chosen.items():
+            yield Bound(self._modules[path], self._dispatcher(path, members), extra[path])
+
     def _execute(self, source: Source) -> types.ModuleType:
         name = f"trimtab_forward_{source.digest[:16]}_{next(_serial)}"
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -137,7 +176,7 @@ class Forwards:
         try:
             spec.loader.exec_module(file)
         except BaseException as e:
-            del sys.modules[name]
+            _forget([File(source, file)])
             raise Fault(f"loading it raised {type(e).__name__}: {e}") from e
         return file
 
@@ -145,12 +184,12 @@ class Forwards:
         self.calls.orig += 1
         return type(module).forward(module, *args, **kwargs)
 
-    def _matches(self, source: Source, file: types.ModuleType) -> Iterator[tuple[str, Function]]:
-        for pattern, name in source.targets:
+    def _matches(self, file: File) -> Iterator[tuple[str, Function]]:
+        for pattern, name in file.source.targets:
             paths = list(self._paths(pattern))
             if not paths:
                 raise Fault(f"no module of this model matches {pattern!r}")
-            function = getattr(file, name, None)
+            function = getattr(file.module, name, None)
             if not callable(function):
                 raise Fault(f"TARGETS names {name!r}, which is not a function after loading")
             yield from ((path, function) for path in paths)
@@ -161,25 +200,22 @@ class Forwards:
             return (p for p, m in self._modules.items() if type(m).__name__ == rest)
         return (p for p in self._modules if fnmatch.fnmatchcase(p, rest))
 
-    def _prepare(
-        self, source: Source, file: types.ModuleType, path: str, into: dict[str, Any]
-    ) -> None:
+    def _prepare(self, file: File, path: str, into: dict[str, Any]) -> None:
         """Run `prepare` and take what it hung on the module off again, until the flip."""
-        prepare = getattr(file, "prepare", None)
+        prepare = getattr(file.module, "prepare", None)
         if prepare is None:
             return
-        module = self._modules[path]
-        before = dict(module.__dict__)
+        before = _Before(self._modules[path])
         try:
             with torch.inference_mode():
-                prepare(module)
-        except Exception as e:
+                prepare(self._modules[path])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             raise Fault(f"prepare({path}) raised {type(e).__name__}: {e}") from e
         finally:
-            added = {k: v for k, v in module.__dict__.items() if before.get(k, _absent) is not v}
-            module.__dict__.clear()
-            module.__dict__.update(before)
-        if both := set(added) & (set(into) | set(before)):
+            added = before.restore()
+        if both := set(added) & (set(into) | before.names):
             raise Fault(f"prepare sets {min(both)!r} on {path}, which is taken; use another name")
         into.update(added)
 
@@ -190,17 +226,56 @@ class Forwards:
         ranges = [(s.min_tokens, s.max_tokens, f) for s, f in members]
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            num_tokens = step.num_tokens(args[0].shape[0])
+            num_tokens = step.num_tokens(next(iter((*args, *kwargs.values()))).shape[0])
             for low, high, function in ranges:
                 if low <= num_tokens <= high:
                     calls.candidate += 1
                     try:
                         return function(self, *args, **kwargs)
-                    except Exception as e:
+                    except (Fault, KeyboardInterrupt):
+                        raise
+                    except BaseException as e:  # SystemExit must not end the engine's thread
                         raise Fault(f"{path} raised {type(e).__name__}: {e}") from e
             return stock(self, *args, **kwargs)
 
         return types.MethodType(forward, module)
+
+
+class _Before:
+    """A module as it was. What `prepare` hangs on it comes off again, a registered buffer too."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._plain = dict(module.__dict__)
+        self._registered = {name: dict(self._plain[name]) for name in REGISTERED}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._plain).union(*self._registered.values())
+
+    def restore(self) -> dict[str, Any]:
+        """What is new or another now, by name."""
+        added = _changed(self._plain, self._module.__dict__)
+        self._module.__dict__.clear()
+        self._module.__dict__.update(self._plain)
+        for name, before in self._registered.items():
+            held = self._plain[name]
+            added |= _changed(before, held)
+            held.clear()
+            held.update(before)
+        self._plain["_non_persistent_buffers_set"].intersection_update(self._registered["_buffers"])
+        return added
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in now.items() if before.get(name, _absent) is not value}
+
+
+def _forget(files: Iterable[File]) -> None:
+    """What a forward pass keeps in its globals can be as large as the weights."""
+    for file in files:
+        sys.modules.pop(file.module.__name__, None)
+        Path(str(file.module.__file__)).unlink(missing_ok=True)
 
 
 _absent = object()

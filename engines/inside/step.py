@@ -18,12 +18,13 @@ class StepView:
     """One engine step: requests one after the other, each with its new tokens.
 
     The KV cache of a layer is two tensors [num_blocks, block_size, num_kv_heads, head_dim]; token
-    `slot` lies in block `slot // block_size` at row `slot % block_size`.
+    `slot` lies in block `slot // block_size` at row `slot % block_size`. In the embedded engine the
+    rows behind a sequence's end are zero, so that a mask is enough; elsewhere they hold anything.
     """
 
     positions: torch.Tensor  # int64[num_tokens]
     slot_mapping: torch.Tensor  # int64[num_tokens]: where a token's key and value belong
-    block_tables: torch.Tensor  # int32[num_requests, max_blocks], padded with 0
+    block_tables: torch.Tensor  # int32[num_requests, max_blocks], padded by the last one
     query_start_loc: torch.Tensor  # int32[num_requests + 1]
     seq_lens: torch.Tensor  # int32[num_requests]: cached and new tokens
     query_lens_list: tuple[int, ...]  # new tokens of each request
