@@ -20,13 +20,6 @@ class LaunchError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchSettings:
-    """Flags that a candidate changes on an engine's launch, as (name, value); "" is a switch."""
-
-    flags: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """How to start one embedded engine. `rest` is whatever else was said, in its order."""
 

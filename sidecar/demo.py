@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -29,9 +28,10 @@ from engines.remote import RemoteEngine, control_address, swap_key
 from sidecar import closing
 from sidecar.closing import ClosingTable
 from sidecar.control import ControlClient, ControllerGone, RolledBack, Status
+from sidecar.control import control_address as controller_address
 from sidecar.replay import Replayer, ReplayReport
 from sidecar.store import FILE_NAME, SqliteStore
-from sidecar.supervisor import EngineProcess, our_command
+from sidecar.supervisor import EngineProcess, free_ports, our_command
 from sidecar.traffic import Domain, Phase, PlannedRequest, Shape, plan, tokenizer
 
 SHAPE = Shape(divide_lengths_by=8.0, prefix_share=0.5)
@@ -151,7 +151,7 @@ class _Demo:
         *others, last = sorted(os.sched_getaffinity(0))
         first = others[0] if others else last
         os.sched_setaffinity(0, others or [last])  # children inherit it
-        ports = _free_ports(4)
+        ports = free_ports(4)
         config = self.home / "trimtab.toml"
         config.write_text(
             SETTINGS.format(
@@ -185,7 +185,7 @@ class _Demo:
             )
             await asyncio.to_thread(serve.wait_ready)
             state = self.home / "state" / "trimtab" / "demo"
-            control = ControlClient(f"unix:{state / 'control.sock'}")
+            control = ControlClient(controller_address(state))
             stack.callback(control.close)
             engine_control = RemoteEngine(control_address(urls[1]))
             stack.callback(engine_control.close)
@@ -397,12 +397,3 @@ def _figures(table: ClosingTable) -> Table:
     for row in table.rows():
         shown.add_row(*row)
     return shown
-
-
-def _free_ports(num: int) -> list[int]:
-    """Ports that nobody listens on now; all are held until all are known."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]

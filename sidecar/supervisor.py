@@ -60,11 +60,18 @@ def as_command(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+def free_ports(num: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ones that nobody listens on now: all are held until all are known."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1, host)[0]
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from compiler.candidates import Candidate, Event
 from drift.detector import DriftVerdict
+from engines.checks import RMS_NORM_REWRITE
 from engines.engine import (
     STOCK,
     CandidateError,
@@ -52,6 +53,18 @@ def candidate(id: str = "c-0001", forward: ForwardPass = FORWARD, *events: Event
     for event in (Event.AGREES, Event.FASTER, Event.FASTER, *events):
         new = new.after(event, 1.0)
     return new
+
+
+def keep_confirmed(state: Path) -> str:
+    """A real candidate as a search leaves it, in the store of a controller's state folder; its id.
+    Blocks."""
+    store = SqliteStore(state / FILE_NAME)
+    try:
+        made = candidate(store.next_candidate_id(), ForwardPass.from_source(RMS_NORM_REWRITE))
+        store.put_candidate(made)
+        return made.id
+    finally:
+        store.close()
 
 
 def sample(arm: str = "stable", digest: str = "", **changes: Any) -> RequestSample:

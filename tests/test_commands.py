@@ -17,21 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
+from fakes_control import keep_confirmed
 
-from compiler.candidates import Candidate, Event
-from engines.engine import ForwardPass, Portfolio
-from sidecar.store import FILE_NAME, SqliteStore
-from sidecar.supervisor import EngineProcess, free_port, our_command
-
-NORM = """
-TARGETS = {"cls:RMSNorm": "norm"}
-def norm(self, x, residual=None):
-    import torch.nn.functional as F
-    if residual is None:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-    residual = x + residual
-    return F.rms_norm(residual, x.shape[-1:], self.weight, self.variance_epsilon), residual
-"""
+from sidecar.supervisor import EngineProcess, free_port, free_ports, our_command
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +134,7 @@ class Sidecar:
 
     def keep(self) -> str:
         """A confirmed candidate, as a search leaves it."""
-        store = SqliteStore(self.home / "s/trimtab" / str(self.port) / FILE_NAME)
-        change = Portfolio((ForwardPass.from_source(NORM),))
-        found = Candidate(store.next_candidate_id(), "s-1", None, "search", "norm", change)
-        for event in (Event.AGREES, Event.FASTER, Event.FASTER):
-            found = found.after(event, time.time())
-        store.put_candidate(found)
-        store.close()
-        return found.id
+        return keep_confirmed(self.home / "s/trimtab" / str(self.port))
 
     def stage(self, id: str) -> str:
         return next(str(c["stage"]) for c in self.ask("candidates") if c["id"] == id)
@@ -184,7 +165,7 @@ def complete(port: int, session: str) -> int:
 
 @pytest.fixture(scope="module")
 def sidecar(home: Path) -> Iterator[Sidecar]:
-    ports = [free_port() for _ in range(4)]
+    ports = free_ports(4)
     primary, shadow = (f"http://127.0.0.1:{p}" for p in ports[:2])
     where = {**environment(home), "PYTHONPATH": str(Path(__file__).parent.parent)}
     started = [

@@ -52,7 +52,7 @@ def source(
 
 
 def install(forwards: Forwards, *sources: Source) -> None:
-    forwards.install(forwards.load("digest", sources))
+    forwards.install(forwards.bind("digest", forwards.read(sources)))
 
 
 def run(forwards: Forwards, num_rows: int = 1) -> float:
@@ -115,12 +115,12 @@ def test_prepare_may_not_replace_what_the_module_has(forwards: Forwards) -> None
     module = next(iter(forwards.find("path:first")))
     text = "def prepare(m):\n    m.training = 3\n" + TENFOLD
     with pytest.raises(Fault, match="sets 'training' on first, which is taken"):
-        forwards.load("digest", [source(text)])
+        forwards.bind("digest", forwards.read([source(text)]))
     assert module.training is True
 
 
 def test_loading_changes_nothing_until_the_flip(forwards: Forwards) -> None:
-    loaded = forwards.load("digest", [source(BUFFERED)])
+    loaded = forwards.bind("digest", forwards.read([source(BUFFERED)]))
     assert run(forwards) == 4
     forwards.install(loaded)
     assert run(forwards) == 100
@@ -145,7 +145,9 @@ def test_only_what_can_run_again_stays_resident(forwards: Forwards, tmp_path: Pa
 def test_a_source_that_cannot_be_loaded_leaves_nothing(forwards: Forwards, tmp_path: Path) -> None:
     before = set(sys.modules)
     with pytest.raises(Fault, match="loading it raised ModuleNotFoundError"):
-        forwards.load("digest", [source(TENFOLD), source("import nothing_of_this_name\n")])
+        forwards.bind(
+            "digest", forwards.read([source(TENFOLD), source("import nothing_of_this_name\n")])
+        )
     assert (set(sys.modules) - before, list(tmp_path.glob("*.py"))) == (set(), [])
 
 

@@ -52,6 +52,7 @@ from sidecar.link import (
 from sidecar.plane import PlaneSettings, plane, run_plane
 from sidecar.relay import CannotListen
 from sidecar.routing import Role, Routing, RoutingTable, load_table, save_table
+from sidecar.supervisor import free_port
 from sidecar.tap import LiveRequest
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -309,11 +310,6 @@ async def test_sigterm_lets_a_stream_finish_and_the_process_ends_well() -> None:
             await c.until(END)
         await asyncio.to_thread(process.join)
     assert process.exitcode == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def refused(port: int) -> bool:

@@ -137,7 +137,7 @@ def test_a_gated_mlp_is_the_same_module_by_module(tmp_path: Path, knobs: Knobs) 
     one = idea(MLP, knobs, ALL).forward_pass()
     forwards = Forwards(model, tmp_path)
     source = Source(one.source, one.targets, one.guard.min_tokens, one.guard.max_tokens, "ab")
-    forwards.install(forwards.load("ab", [source]))
+    forwards.install(forwards.bind("ab", forwards.read([source])))
     torch.testing.assert_close(model(x), want, rtol=0, atol=1e-5)
 
 

@@ -341,7 +341,7 @@ class Training:
     """A run that can stop at any checkpoint; `seconds` counts every run that led here."""
 
     def __init__(self, domains: list[Domain], out: Path, seconds: float, seed: int) -> None:
-        self._domains, self._out, self._seconds, self._seed = domains, out, seconds, seed
+        self._domains, self._seconds, self._seed = domains, seconds, seed
         self.model = new_model(seed)
         self.progress = Progress()
         self._optimizer = new_optimizer(self.model)

@@ -107,10 +107,6 @@ class Forwards:
             _forget(files)
             raise
 
-    def load(self, digest: str, sources: Sequence[Source]) -> Loaded:
-        """`read`, then `bind`."""
-        return self.bind(digest, self.read(sources))
-
     def install(self, loaded: Loaded) -> None:
         """The flip; what ran becomes what `revert` restores."""
         self._flip(self.current, loaded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -11,15 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from fakes_control import keep_confirmed
 
-from compiler.candidates import Candidate, Event, Stage
-from engines.checks import RMS_NORM_REWRITE
-from engines.engine import ForwardPass, Portfolio
+from compiler.candidates import Stage
 from engines.remote import RemoteEngine, control_address
 from sidecar.control import ControlClient, ControllerGone, Status
+from sidecar.control import control_address as controller_address
 from sidecar.replay import Replayer, ReplayReport
-from sidecar.store import FILE_NAME, SqliteStore
-from sidecar.supervisor import EngineProcess, our_command
+from sidecar.supervisor import EngineProcess, free_ports, our_command
 from sidecar.traffic import Domain, Phase, PlannedRequest, plan
 
 SETTINGS = """
@@ -63,19 +61,7 @@ class Running:
 
     async def put_confirmed(self) -> str:
         """A candidate as a search leaves it, in the controller's store; its id."""
-        return await asyncio.to_thread(self._put_confirmed)
-
-    def _put_confirmed(self) -> str:
-        store = SqliteStore(self.state / FILE_NAME)
-        try:
-            change = Portfolio((ForwardPass.from_source(RMS_NORM_REWRITE),))
-            candidate = Candidate(store.next_candidate_id(), "s-1", None, "test", "norm", change)
-            for event in (Event.AGREES, Event.FASTER, Event.FASTER):
-                candidate = candidate.after(event, time.time())
-            store.put_candidate(candidate)
-            return candidate.id
-        finally:
-            store.close()
+        return await asyncio.to_thread(keep_confirmed, self.state)
 
     async def stage(self, candidate_id: str) -> Stage:
         cards = await asyncio.to_thread(lambda: list(self.control.candidates()))
@@ -160,14 +146,6 @@ def _start(home: Path, shadow_requests: int, settings: str) -> tuple[ExitStack, 
         )
         serve.wait_ready()
         state = home / "state" / "trimtab" / "t"
-        control = ControlClient(f"unix:{state / 'control.sock'}", timeout_s=10.0)
+        control = ControlClient(controller_address(state), timeout_s=10.0)
         starting.callback(control.close)
         return starting.pop_all(), Running(primary, shadow, serve, control, state)
-
-
-def free_ports(num: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
