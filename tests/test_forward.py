@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.inside.forward import Fault, Forwards, Source
+from engines.inside.forward import Fault, Forwards
+from engines.inside.source import ForwardPass, Guard
 from engines.inside.step import step
 
 
@@ -47,11 +48,11 @@ def forwards(tmp_path: Path) -> Forwards:
 
 def source(
     text: str, low: int = 1, high: int = 1 << 30, targets: tuple[tuple[str, str], ...] = TARGET
-) -> Source:
-    return Source("import torch\n" + text, targets, low, high, "ab" * 32)
+) -> ForwardPass:
+    return ForwardPass("import torch\n" + text, targets, Guard(low, high), "ab" * 32)
 
 
-def install(forwards: Forwards, *sources: Source) -> None:
+def install(forwards: Forwards, *sources: ForwardPass) -> None:
     forwards.install(forwards.bind("digest", forwards.read(sources)))
 
 

@@ -32,7 +32,7 @@ from compiler.agents.rewrites import (
 from engines.embedded.engine import EmbeddedEngine, EngineSettings
 from engines.embedded.model import FusedMoE, LlamaMLP
 from engines.engine import STOCK, Portfolio, Replay, Scope, sign
-from engines.inside.forward import Forwards, Source
+from engines.inside.forward import Forwards
 from profiler.reservoir import Workload, WorkloadKind, WorkloadRequest
 
 KEY = b"k" * 32
@@ -136,8 +136,7 @@ def test_a_gated_mlp_is_the_same_module_by_module(tmp_path: Path, knobs: Knobs) 
     want = model(x)
     one = idea(MLP, knobs, ALL).forward_pass()
     forwards = Forwards(model, tmp_path)
-    source = Source(one.source, one.targets, one.guard.min_tokens, one.guard.max_tokens, "ab")
-    forwards.install(forwards.bind("ab", forwards.read([source])))
+    forwards.install(forwards.bind("ab", forwards.read([one])))
     torch.testing.assert_close(model(x), want, rtol=0, atol=1e-5)
 
 

@@ -8,15 +8,13 @@ pass, and salts the prefix cache by digest: KV belongs to the forward pass that 
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import hmac
 import inspect
 import logging
 import tempfile
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -55,7 +53,8 @@ from engines.engine import (
     SwapReport,
     sign,
 )
-from engines.inside.forward import Fault, Forwards, Source
+from engines.inside.fingerprint import fingerprint
+from engines.inside.forward import Fault, Forwards
 from profiler.reservoir import Workload
 from profiler.samples import StepSample
 
@@ -179,13 +178,9 @@ class EmbeddedEngine:
                 f"portfolio {portfolio.digest[:12] or 'stock'} is not signed for an engine of "
                 f"scope {self.settings.scope}"
             )
-        sources = [
-            Source(f.source, f.targets, f.guard.min_tokens, f.guard.max_tokens, f.digest)
-            for f in portfolio.forwards
-        ]
         started_s = time.monotonic()
         try:
-            files = self._forwards.read(sources)
+            files = self._forwards.read(portfolio.forwards)
         except Fault as e:
             raise CandidateError(str(e)) from e
         load_s = time.monotonic() - started_s
@@ -237,7 +232,7 @@ class EmbeddedEngine:
         return self._ask(run)
 
     def fingerprint(self) -> str:
-        return self._ask(self._fingerprint)
+        return self._ask(lambda: fingerprint(self.model, self._forwards.installed))
 
     def drain(self, deadline_s: float) -> bool:
         until_s = time.monotonic() + deadline_s
@@ -495,57 +490,6 @@ class EmbeddedEngine:
         s = self.settings
         salt = self._forwards.current.digest.encode()
         return Scheduler(pool, s.max_num_seqs, s.max_num_batched_tokens, salt)
-
-    def _fingerprint(self) -> str:
-        h = hashlib.blake2b(digest_size=16)
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            h.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
-        for path, module in self.model.named_modules():
-            own = set(module.__dict__) - self._forwards.installed(path)
-            settings = [(name, _plain(module.__dict__[name])) for name in sorted(own)]
-            h.update(f"{path} {type(module).__qualname__} {settings}".encode())
-        owners = {c for m in self.model.modules() for c in type(m).__mro__}
-        for owner in sorted(owners, key=lambda c: c.__qualname__):
-            h.update(repr(_functions(owner)).encode())
-        h.update(repr(_process_state()).encode())
-        return h.hexdigest()
-
-
-def _plain(value: object) -> object:
-    """What of an attribute is worth a look: numbers and names as they are, and who the hooks are.
-    Tensors have been hashed already."""
-    if isinstance(value, bool | int | float | str | tuple | None):
-        return value
-    return [id(v) for v in value.values()] if isinstance(value, OrderedDict) else None
-
-
-def _functions(owner: object) -> list[tuple[str, int]]:
-    """Who they are, but for two of `nn.Module` that dynamo wraps and no step calls."""
-    found = {name: id(value) for name, value in vars(owner).items() if callable(value)}
-    return sorted((n, i) for n, i in found.items() if n not in ("__init__", "__setstate__"))
-
-
-def _process_state() -> tuple[object, ...]:
-    """Settings and functions that a forward pass has no business with."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.get_num_interop_threads(),
-        torch.is_grad_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
-        torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
-        gc.isenabled(),
-        threading.active_count(),
-        *(id(f) for f in (time.time, time.monotonic, time.perf_counter)),
-        *(id(f) for f in (torch.matmul, torch.topk, torch.cat, torch.zeros_like, torch.where)),
-        *(_functions(owner) for owner in (torch.nn.functional, torch.Tensor)),
-        len(torch.nn.modules.module._global_forward_hooks),
-        len(torch.nn.modules.module._global_forward_pre_hooks),
-    )
 
 
 def _array(out: object) -> Array:

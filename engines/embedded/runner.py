@@ -34,7 +34,7 @@ class Runner:
         self._clear([w.request.blocks[-1] for w in works if w.starts_block])
         view, ids = self._view(works)
         self._routed.start(count_experts)
-        with torch.inference_mode(), running(view):
+        with torch.inference_mode(), running(view.num_tokens, lambda: view):
             return self.model(ids, view.positions)  # type: ignore[no-any-return]
 
     def logits(self, hidden_states: Tensor) -> Tensor:

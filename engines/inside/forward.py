@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from engines.inside import step
+from engines.inside.source import ForwardPass, Guard
 
 Function = Callable[..., Any]
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where nn.Module keeps what it was given
@@ -31,21 +32,10 @@ class Fault(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A forward pass as it is told to the engine: already parsed by somebody who ran nothing."""
-
-    text: str = field(repr=False)
-    targets: tuple[tuple[str, str], ...]
-    min_tokens: int
-    max_tokens: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class File:
     """A forward pass whose file has run, under a module name of its own."""
 
-    source: Source
+    source: ForwardPass
     module: types.ModuleType
 
 
@@ -73,21 +63,35 @@ class Loaded:
     digest: str = ""
     bounds: tuple[Bound, ...] = ()
     files: tuple[File, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    faults: list[Fault] = field(default_factory=list)  # not empty: stock answers in its place
+
+    def serves(self, num_tokens: int) -> bool:
+        """Whether a step of so many scheduled tokens runs some forward of it."""
+        return not self.faults and any(num_tokens in guard for guard in self.guards)
 
 
 class Forwards:
     """The forward passes of one model. Belongs to the thread that runs steps, but for `read`, which
     touches no module of the model."""
 
-    def __init__(self, model: torch.nn.Module, directory: Path) -> None:
-        """Files are written to `directory`: Triton and dynamo read source from there."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        directory: Path,
+        on_fault: Callable[[Fault], None] | None = None,
+    ) -> None:
+        """Files are written to `directory`: Triton and dynamo read source from there. With
+        `on_fault` a forward that raises is told there, and stock answers that call and all later
+        ones under that portfolio; without it the `Fault` is raised."""
         self._modules = dict(model.named_modules())
         self._directory = directory
+        self._on_fault = on_fault
         self.calls = Calls()
         self.current = Loaded()
         self.previous: Loaded | None = None
 
-    def read(self, sources: Sequence[Source]) -> tuple[File, ...]:
+    def read(self, sources: Sequence[ForwardPass]) -> tuple[File, ...]:
         """Run the files. Raises `Fault`, and then keeps none."""
         files: list[File] = []
         try:
@@ -102,7 +106,9 @@ class Forwards:
         """Find the modules and prepare them. Raises `Fault`; nothing is installed and nothing is
         left on a module then."""
         try:
-            return Loaded(digest, tuple(self._bounds(files)), files)
+            faults: list[Fault] = []
+            guards = tuple(file.source.guard for file in files)
+            return Loaded(digest, tuple(self._bounds(files, faults)), files, guards, faults)
         except Fault:
             _forget(files)
             raise
@@ -139,6 +145,11 @@ class Forwards:
         bounds = (b for b in self.current.bounds if b.module is module)
         return {name for b in bounds for name in ("forward", *b.attributes)}
 
+    def _wrapped(self, path: str) -> bool:
+        """Somebody else, such as an offloader, put a forward on this very module."""
+        mine = self.installed(path)
+        return "forward" in self._modules[path].__dict__ and "forward" not in mine
+
     def _flip(self, old: Loaded, new: Loaded) -> None:
         for bound in old.bounds:
             for name in ("forward", *bound.attributes):
@@ -147,8 +158,8 @@ class Forwards:
             bound.module.__dict__.update(bound.attributes)
             bound.module.__dict__["forward"] = bound.forward
 
-    def _bounds(self, files: Sequence[File]) -> Iterator[Bound]:
-        chosen: dict[str, list[tuple[Source, Function]]] = {}
+    def _bounds(self, files: Sequence[File], faults: list[Fault]) -> Iterator[Bound]:
+        chosen: dict[str, list[tuple[ForwardPass, Function]]] = {}
         extra: dict[str, dict[str, Any]] = {}
         for file in files:
             for path, function in self._matches(file):
@@ -156,13 +167,14 @@ class Forwards:
                     self._prepare(file, path, extra.setdefault(path, {}))
                 chosen.setdefault(path, []).append((file.source, function))
         for path, members in chosen.items():
-            yield Bound(self._modules[path], self._dispatcher(path, members), extra[path])
+            dispatcher = self._dispatcher(path, members, faults)
+            yield Bound(self._modules[path], dispatcher, extra[path])
 
-    def _execute(self, source: Source) -> types.ModuleType:
+    def _execute(self, source: ForwardPass) -> types.ModuleType:
         name = f"trimtab_forward_{source.digest[:16]}_{next(_serial)}"
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{name}.py"
-        path.write_text(source.text)
+        path.write_text(source.source)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -185,6 +197,8 @@ class Forwards:
             paths = list(self._paths(pattern))
             if not paths:
                 raise Fault(f"no module of this model matches {pattern!r}")
+            if taken := [p for p in paths if self._wrapped(p)]:
+                raise Fault(f"the engine itself wraps the forward of {taken[0]}; leave it alone")
             function = getattr(file.module, name, None)
             if not callable(function):
                 raise Fault(f"TARGETS names {name!r}, which is not a function after loading")
@@ -215,23 +229,29 @@ class Forwards:
             raise Fault(f"prepare sets {min(both)!r} on {path}, which is taken; use another name")
         into.update(added)
 
-    def _dispatcher(self, path: str, members: list[tuple[Source, Function]]) -> types.MethodType:
+    def _dispatcher(
+        self, path: str, members: list[tuple[ForwardPass, Function]], faults: list[Fault]
+    ) -> types.MethodType:
         module = self._modules[path]
         stock = type(module).forward
-        calls = self.calls
-        ranges = [(s.min_tokens, s.max_tokens, f) for s, f in members]
+        calls, on_fault = self.calls, self._on_fault
+        ranges = [(s.guard.min_tokens, s.guard.max_tokens, f) for s, f in members]
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             num_tokens = step.num_tokens(next(iter((*args, *kwargs.values()))).shape[0])
             for low, high, function in ranges:
-                if low <= num_tokens <= high:
+                if low <= num_tokens <= high and not faults:
                     calls.candidate += 1
                     try:
                         return function(self, *args, **kwargs)
                     except (Fault, KeyboardInterrupt):
                         raise
                     except BaseException as e:  # SystemExit must not end the engine's thread
-                        raise Fault(f"{path} raised {type(e).__name__}: {e}") from e
+                        fault = Fault(f"{path} raised {type(e).__name__}: {e}")
+                        if on_fault is None:
+                            raise fault from e
+                        faults.append(fault)
+                        on_fault(fault)
             return stock(self, *args, **kwargs)
 
         return types.MethodType(forward, module)

@@ -6,7 +6,7 @@ plain integers, so that reading them costs no synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,7 +42,8 @@ class StepView:
 class _Running:
     """The step that the engine's one model thread is in."""
 
-    view: StepView | None = None
+    num_tokens: int | None = None
+    view: Callable[[], StepView] | None = None
 
 
 _running = _Running()
@@ -52,19 +53,19 @@ def step() -> StepView:
     """The running step. Raises `RuntimeError` outside of one."""
     if _running.view is None:
         raise RuntimeError("no step is running: attention can only be called inside one")
-    return _running.view
+    return _running.view()
 
 
 def num_tokens(default: int) -> int:
     """Scheduled tokens of the running step, or `default` outside of one."""
-    return default if _running.view is None else _running.view.num_tokens
+    return default if _running.num_tokens is None else _running.num_tokens
 
 
 @contextmanager
-def running(view: StepView) -> Iterator[None]:
-    """For the engine's runner: `view` is the running step."""
-    _running.view = view
+def running(num_tokens: int, view: Callable[[], StepView] | None = None) -> Iterator[None]:
+    """For the engine's runner: a step of `num_tokens` runs, and `view` describes it when asked."""
+    _running.num_tokens, _running.view = num_tokens, view
     try:
         yield
     finally:
-        _running.view = None
+        _running.num_tokens = _running.view = None
