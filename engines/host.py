@@ -17,6 +17,7 @@ import grpc
 from engines.engine import (
     CandidateError,
     Engine,
+    EngineGone,
     ForwardPass,
     Portfolio,
     SwapReport,
@@ -192,6 +193,8 @@ def _errors(
         _abort(context, at_fault, str(e))
     except PermissionError as e:
         _abort(context, grpc.StatusCode.PERMISSION_DENIED, str(e))
+    except EngineGone as e:
+        _abort(context, grpc.StatusCode.UNAVAILABLE, str(e))
     except (Exception, SystemExit) as e:  # a candidate can raise anything; a trace shows too much
         _abort(context, grpc.StatusCode.INTERNAL, f"{type(e).__name__}: {e}")
 
@@ -233,4 +236,5 @@ def _step(sample: StepSample) -> pb.StepSample:
         num_tokens=sample.num_tokens,
         kv_cache_usage=sample.kv_cache_usage,
         expert_load=None if sample.expert_load is None else to_tensor(sample.expert_load),
+        step_s=sample.step_s,
     )

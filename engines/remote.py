@@ -151,6 +151,7 @@ class RemoteEngine:
                 num_tokens=s.num_tokens,
                 kv_cache_usage=s.kv_cache_usage,
                 expert_load=_expert_load(s),
+                step_s=s.step_s if s.HasField("step_s") else None,
             )
             for s in reply.steps
         )

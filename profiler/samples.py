@@ -49,3 +49,4 @@ class StepSample:
     num_tokens: int  # scheduled tokens of this step, padding excluded
     kv_cache_usage: float  # 0-1
     expert_load: npt.NDArray[np.int64] | None
+    step_s: float | None = None  # where the engine tells; on a device, the device's own time

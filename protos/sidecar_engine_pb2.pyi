@@ -527,10 +527,13 @@ class StepSample(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
     EXPERT_LOAD_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_tokens: _builtins.int
     kv_cache_usage: _builtins.float
+    step_s: _builtins.float
+    """where the engine tells"""
     @_builtins.property
     def expert_load(self) -> Global___Tensor: ...
     def __init__(
@@ -541,12 +544,15 @@ class StepSample(_message.Message):
         num_tokens: _builtins.int = ...,
         kv_cache_usage: _builtins.float = ...,
         expert_load: Global___Tensor | None = ...,
+        step_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expert_load", b"expert_load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_s", b"_step_s", "expert_load", b"expert_load", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_load", b"expert_load", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_tokens", b"num_tokens", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_s", b"_step_s", "expert_load", b"expert_load", "kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_tokens", b"num_tokens", "num_waiting", b"num_waiting", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step_s: _TypeAlias = _typing.Literal["step_s"]  # noqa: Y015
+    _WhichOneofArgType__step_s: _TypeAlias = _typing.Literal["_step_s", b"_step_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_s) -> _WhichOneofReturnType__step_s | None: ...
 
 Global___StepSample: _TypeAlias = StepSample  # noqa: Y015
 

@@ -58,6 +58,7 @@ HOP_BY_HOP = frozenset(
 MAX_HEAD_BYTES = 256 << 10  # one header line; the engine decides what is too much
 MAX_HEADERS = 1000
 KEY_BYTES = 512  # of a body, to tell sessions apart
+SWITCHED = b"HTTP/1.1 101"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +84,57 @@ class Route(StrEnum):
 GENERATION = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/messages"))
 CONTROL = frozenset(
     "/v1/load_lora_adapter /v1/unload_lora_adapter /load_lora_adapter /unload_lora_adapter "
-    "/pause /resume /sleep /wake_up /pause_generation /continue_generation "
-    "/release_memory_occupation /resume_memory_occupation /scale_elastic_ep /set_internal_state "
-    "/reset_prefix_cache /reset_mm_cache /reset_encoder_cache /flush_cache /collective_rpc "
-    "/init_weights_update_group /destroy_weights_update_group /init_weight_transfer_engine "
-    "/start_weight_update /finish_weight_update".split()
+    "/pause_generation /continue_generation /release_memory_occupation /resume_memory_occupation "
+    "/set_internal_state /flush_cache /init_weights_update_group "
+    "/destroy_weights_update_group".split()
+)
+# vLLM's under VLLM_SERVER_DEV_MODE, which no key of vLLM's guards, and scaling: they run any method
+# of the workers, stop the engine or replace its weights. Whoever may, asks the engine itself.
+FORBIDDEN = frozenset(
+    "/collective_rpc /pause /resume /is_paused /abort_requests /sleep /wake_up /is_sleeping "
+    "/release_kv_cache_memory /reset_prefix_cache /reset_mm_cache /reset_encoder_cache "
+    "/server_info /init_weight_transfer_engine /start_weight_update /start_draft_weight_update "
+    "/update_weights /finish_weight_update /shutdown_weight_transfer_engine /weight_checker "
+    "/weight_info /update_weight_version /get_world_size /scale_elastic_ep "
+    "/is_scaling_elastic_ep".split()
 )
 
 
 def route(method: str, target: str) -> Route:
-    """A disguised control path (`//sleep/`, `/%73leep`) is one all the same."""
-    path = unquote(target.partition("?")[0])
-    if not path.startswith("/"):  # absolute form
-        path = urlsplit(path).path
+    """A disguised control path (`//flush_cache/`, `/%66lush_cache`) is one all the same."""
     if method != "POST":
         return Route.OTHER
-    if path in GENERATION:
+    if _path(target) in GENERATION:
         return Route.GENERATION
-    plain = "/" + "/".join(part for part in path.split("/") if part)
+    plain = _plain(target)
     if plain in CONTROL or plain.startswith(("/update_weight", "/v1/update_weight")):
         return Route.CONTROL
     return Route.OTHER
+
+
+def is_forbidden(target: str) -> bool:
+    """Also behind a prefix, since vLLM's --root-path adds one, but not in `/v1`."""
+    plain = _plain(target)
+    if plain.startswith("/v1/"):
+        return False
+    return plain[plain.rfind("/") :] in FORBIDDEN
+
+
+def _path(target: str) -> str:
+    """What an engine reads from a request line: decoded, without query and fragment."""
+    path = unquote(target.partition("?")[0].partition("#")[0])
+    return path if path.startswith("/") else urlsplit(path).path  # absolute form
+
+
+def _plain(target: str) -> str:
+    """No doubled or trailing slash, no dot segments."""
+    parts: list[str] = []
+    for part in _path(target).split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/" + "/".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,10 +442,13 @@ class Relay:
                 self._idle.set()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.method == "GET" and request.headers.get("Upgrade", "").lower() == "websocket":
-            return await self._tunnel(request)
         started_s = time.monotonic()
         kind = route(request.method, request.raw_path)
+        if kind is not Route.GENERATION and is_forbidden(request.raw_path):
+            self._observer.count(Outcome.CLIENT_ERROR, Role.STABLE, kind)
+            return self._refuse(Refusal(403, "this path is not relayed: ask the engine itself"))
+        if request.method == "GET" and request.headers.get("Upgrade", "").lower() == "websocket":
+            return await self._tunnel(request)
         body = _Body(request, self._settings.max_kept_body_bytes)
         try:
             self._check(request, kind)
@@ -684,9 +718,13 @@ async def _pass_both_ways(
     try:
         async with asyncio.TaskGroup() as tasks:
             upward = tasks.create_task(inlet.keep_pace())
+            start = b""
             with suppress(ConnectionError):
                 while chunk := await reader.read(1 << 16):
                     await request.writer.write(chunk)
+                    start = (start + chunk)[: len(SWITCHED)]
+                    if start == SWITCHED:
+                        inlet.open()
             upward.cancel()
     finally:
         writer.transport.abort()
@@ -694,15 +732,29 @@ async def _pass_both_ways(
 
 
 class _Inlet:
-    """What the client sends goes straight on; when the engine is slow, the client has to wait. In
-    the place of aiohttp's WebSocket parser."""
+    """What the client sends goes straight on once it is `open`; when the engine is slow, the client
+    has to wait. Before the engine has switched protocols, it could be a second request that passed
+    by all of our checks. In the place of aiohttp's WebSocket parser."""
 
     def __init__(self, client: asyncio.Transport, writer: asyncio.StreamWriter) -> None:
         self._client = client
         self._writer = writer
         self._full = asyncio.Event()
+        self._held: bytearray | None = bytearray()
+
+    def open(self) -> None:
+        if self._held is None:
+            return
+        held, self._held = bytes(self._held), None
+        self.feed_data(held)
+        self._client.resume_reading()
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) > MAX_HEAD_BYTES:
+                self._client.pause_reading()
+            return False, b""
         self._writer.write(data)
         if self._writer.transport.get_write_buffer_size() > MAX_HEAD_BYTES:
             self._client.pause_reading()

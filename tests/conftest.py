@@ -1,4 +1,5 @@
-"""What every test shares: one torch thread, and no blocking call on an event loop."""
+"""What every test shares: one torch thread, and no blocking call on an event loop. Tests with a
+real vLLM run where TRIMTAB_VLLM_ENV names its environment, as `make test-vllm` does."""
 
 from __future__ import annotations
 
@@ -17,3 +18,11 @@ def _no_blocking_calls() -> Iterator[BlockBuster]:
     ours = ["sidecar", "profiler", "drift", "compiler", "engines"]
     with blockbuster_ctx(scanned_modules=ours) as blockbuster:
         yield blockbuster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TRIMTAB_VLLM_ENV"):
+        return
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.skip(reason="TRIMTAB_VLLM_ENV is not set"))

@@ -63,7 +63,13 @@ def reset(out: asyncio.StreamWriter) -> None:
     "target",
     [
         *("/v1/models/meta%2Fllama%3A7b", "/x%28y%29?a=%2F&b=+%20&c", "//v1//models"),
-        *("/v1/models?", "/a/../b/./c", "/sleep?level=2&mode=x", "/a;b=c?d#e", "/?api-version=1"),
+        *(
+            "/v1/models?",
+            "/a/../b/./c",
+            "/flush_cache?timeout=2&mode=x",
+            "/a;b=c?d#e",
+            "/?api-version=1",
+        ),
     ],
 )
 async def test_the_request_line_arrives_byte_for_byte(target: str) -> None:
@@ -601,8 +607,8 @@ async def test_an_upgrade_to_an_engine_that_is_not_there_is_a_502() -> None:
         ("GET", "/v1/chat/completions", Route.OTHER),
         ("POST", "/v1/embeddings", Route.OTHER),
         ("POST", "/v1/load_lora_adapter", Route.CONTROL),
-        ("POST", "//%73leep/?level=2", Route.CONTROL),
-        ("POST", "http://x/sleep", Route.CONTROL),
+        ("POST", "//%66lush_cache/?timeout=2", Route.CONTROL),
+        ("POST", "http://x/flush_cache", Route.CONTROL),
         ("POST", "/update_weights_from_disk", Route.CONTROL),
         ("GET", "/health", Route.OTHER),
     ],
@@ -627,7 +633,7 @@ async def test_control_routes_are_refused_while_a_canary_is_open(
     weight: float, status: int
 ) -> None:
     async with upstream() as a, upstream() as b, proxy(a.url, canary=(b.url,), weight=weight) as p:
-        response = await ask(p.port, closing(post("/sleep", b"")))
+        response = await ask(p.port, closing(post("/flush_cache", b"")))
     assert response.startswith(b"HTTP/1.1 %d " % status)
     assert len(b.seen) == 0
 
@@ -759,3 +765,44 @@ async def test_user_text_is_never_logged(caplog: pytest.LogCaptureFixture, tmp_p
             await ask(port, closing(post(path, secret, "Authorization: Bearer CANARY-7F3A")))
         await ask(p.port, b"GET / HTTP/1.1\r\nCANARY-7F3A\r\nX: CANARY-7F3A\x00\r\n\r\n")
     assert "CANARY" not in caplog.text
+
+
+# ---- what is never relayed
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("/collective_rpc", "/%63ollective_rpc", "//collective_rpc", "/collective_rpc/"),
+        *("/collective_rpc?x=1", "/a/../collective_rpc", "/./collective_rpc", "/collective_rpc#x"),
+        *("http://x/collective_rpc", "/api/collective_rpc", "/v1/../pause", "/sleep?level=2"),
+    ],
+)
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_the_engines_development_endpoints_are_not_relayed(method: str, target: str) -> None:
+    request = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n"
+    async with upstream() as engine, proxy(engine.url) as p:
+        response = await ask(p.port, f"{request}Connection: close\r\n\r\n".encode())
+    assert response.startswith(b"HTTP/1.1 403 ")
+    assert set(json.loads(body_of(response))["error"]) == {"message", "type", "param", "code"}
+    assert engine.seen == []
+    assert [outcome for outcome, _, _ in p.notes.counts] == [Outcome.CLIENT_ERROR]
+
+
+@pytest.mark.parametrize("target", ["/v1/models", "/v1/jobs/1/pause", "/collective_rpc_x", "/"])
+async def test_what_only_looks_like_a_development_endpoint_is_relayed(target: str) -> None:
+    async with upstream() as engine, proxy(engine.url) as p:
+        response = await ask(p.port, closing(post(target, b"")))
+    assert response.startswith(b"HTTP/1.1 200 ")
+    assert len(engine.seen) == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/collective_rpc"])
+async def test_no_request_is_smuggled_behind_an_upgrade(path: str) -> None:
+    upgrade = UPGRADE.replace(b"/v1/realtime?x=%2F", path.encode())
+    async with upstream() as engine, proxy(engine.url) as p, client(p.port) as c:
+        c.send(upgrade + post("/collective_rpc", b"{}"))
+        await c.until(b"HTTP/1.1 ")
+        c.send(post("/collective_rpc", b"{}"))
+        await asyncio.sleep(0.2)
+    assert not any(b"collective_rpc" in seen.line for seen in engine.seen)

@@ -13,6 +13,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,9 @@ class Loaded:
     guards: tuple[Guard, ...] = ()
     faults: list[Fault] = field(default_factory=list)  # not empty: stock answers in its place
 
-    def serves(self, num_tokens: int) -> bool:
-        """Whether a step of so many scheduled tokens runs some forward of it."""
-        return not self.faults and any(num_tokens in guard for guard in self.guards)
+    def serves(self, low: int, high: int) -> bool:
+        """Whether one forward of it at least runs in every step of `low` to `high` tokens."""
+        return not self.faults and any(low in guard and high in guard for guard in self.guards)
 
 
 class Forwards:
@@ -80,13 +81,16 @@ class Forwards:
         model: torch.nn.Module,
         directory: Path,
         on_fault: Callable[[Fault], None] | None = None,
+        inside: AbstractContextManager[None] | None = None,
     ) -> None:
         """Files are written to `directory`: Triton and dynamo read source from there. With
         `on_fault` a forward that raises is told there, and stock answers that call and all later
-        ones under that portfolio; without it the `Fault` is raised."""
+        ones under that portfolio; without it the `Fault` is raised. What a forward pass brought
+        runs within `inside`."""
         self._modules = dict(model.named_modules())
         self._directory = directory
         self._on_fault = on_fault
+        self._inside = nullcontext() if inside is None else inside
         self.calls = Calls()
         self.current = Loaded()
         self.previous: Loaded | None = None
@@ -115,10 +119,24 @@ class Forwards:
 
     def install(self, loaded: Loaded) -> None:
         """The flip; what ran becomes what `revert` restores."""
-        self._flip(self.current, loaded)
-        if self.previous is not None:
-            _forget(self.previous.files)
-        self.previous, self.current = self.current, loaded
+        with self.installing(loaded):
+            pass
+
+    @contextmanager
+    def installing(self, loaded: Loaded) -> Iterator[None]:
+        """`install` for good when the block ends; when it raises, everything is as it was."""
+        current, previous = self.current, self.previous
+        self._flip(current, loaded)
+        self.previous, self.current = current, loaded
+        try:
+            yield
+        except BaseException:
+            self._flip(loaded, current)
+            self.previous, self.current = previous, current
+            _forget(loaded.files)
+            raise
+        if previous is not None:
+            _forget(previous.files)
 
     def revert(self) -> None:
         """Restore the portfolio before the last `install`. Raises `Fault` when there is none."""
@@ -182,7 +200,8 @@ class Forwards:
         file.__dict__["ORIG"] = self._orig
         sys.modules[name] = file
         try:
-            spec.loader.exec_module(file)
+            with self._inside:
+                spec.loader.exec_module(file)
         except BaseException as e:
             _forget([File(source, file)])
             raise Fault(f"loading it raised {type(e).__name__}: {e}") from e
@@ -217,7 +236,7 @@ class Forwards:
             return
         before = _Before(self._modules[path])
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._inside:
                 prepare(self._modules[path])
         except KeyboardInterrupt:
             raise
@@ -234,7 +253,7 @@ class Forwards:
     ) -> types.MethodType:
         module = self._modules[path]
         stock = type(module).forward
-        calls, on_fault = self.calls, self._on_fault
+        calls, on_fault, inside = self.calls, self._on_fault, self._inside
         ranges = [(s.guard.min_tokens, s.guard.max_tokens, f) for s, f in members]
 
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +262,8 @@ class Forwards:
                 if low <= num_tokens <= high and not faults:
                     calls.candidate += 1
                     try:
-                        return function(self, *args, **kwargs)
+                        with inside:
+                            return function(self, *args, **kwargs)
                     except (Fault, KeyboardInterrupt):
                         raise
                     except BaseException as e:  # SystemExit must not end the engine's thread

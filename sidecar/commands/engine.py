@@ -1,14 +1,27 @@
-"""`trimtab engine embedded`: our own server, swappable through its control socket."""
+"""`trimtab engine embedded`: our own server, swappable through its control socket. `trimtab engine
+vllm`: the user's own vLLM, made so by what we add to its launch command."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from engines.vllm_adapter import VllmEngine
+    from engines.vllm_launch import VllmCommand, VllmProcess
+
 TRIAL_KEY = "TRIMTAB_TRIAL_KEY"  # hex, from whoever launches a tuning engine
+EXPERT_COUNTS = "TRIMTAB_EXPERT_COUNTS"  # for what runs inside vLLM
+POLL_S = 0.2
 
 
 class EngineFailed(RuntimeError):
@@ -17,8 +30,9 @@ class EngineFailed(RuntimeError):
 
 def add_to(app: typer.Typer) -> None:
     engine = typer.Typer(help="Engines.", no_args_is_help=True)
-    engine.callback()(lambda: None)  # else a single command takes the group's name
     engine.command("embedded")(embedded)
+    words = {"allow_extra_args": True, "allow_interspersed_args": False}
+    engine.command("vllm", context_settings=words)(vllm)
     app.add_typer(engine, name="engine")
 
 
@@ -88,6 +102,118 @@ def _serve(engine: object, host: str, port: int) -> None:
         raise EngineFailed(e.strerror or str(e)) from e
     finally:
         control.stop()
+
+
+def vllm(
+    context: typer.Context,
+    scope: Annotated[
+        str | None, typer.Option(help="serve; or trial, the default where a trial key is given.")
+    ] = None,
+    expert_counts: Annotated[
+        bool, typer.Option(help="Count the tokens that each expert of a mixture gets.")
+    ] = True,
+    ready_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that vLLM has until it serves.")
+    ] = 900.0,
+) -> None:
+    """Start the launch command behind `--`, as in `trimtab engine vllm -- vllm serve MODEL`, and
+    make it swappable, until SIGTERM. Nothing of Trimtab is installed into vLLM's environment."""
+    from compiler.launch import LaunchError
+    from engines.vllm_launch import VllmLaunchError, VllmProcess, parse
+
+    key, scope = _key(scope)
+    environment = {**os.environ, EXPERT_COUNTS: str(int(expert_counts))}
+    try:
+        command = parse(context.args, environment)
+    except VllmLaunchError as e:
+        raise LaunchError(str(e)) from e
+    for warning in command.warnings:
+        print(f"trimtab: {warning}", file=sys.stderr)
+    with _until_signal():
+        try:
+            process = VllmProcess(command, environment)
+        except VllmLaunchError as e:
+            raise EngineFailed(str(e)) from e
+        try:
+            _control(command, process, key, scope, ready_timeout)
+        except VllmLaunchError as e:
+            raise EngineFailed(str(e)) from e
+        finally:
+            process.close()
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT."""
+
+
+@contextmanager
+def _until_signal() -> Iterator[None]:
+    """The first SIGTERM or SIGINT ends what is inside, wherever it is; while that cleans up, later
+    ones are ignored."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Stopped
+
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for each in before:
+            signal.signal(each, stop)
+        yield
+    except _Stopped:
+        pass
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _control(
+    command: VllmCommand, process: VllmProcess, key: bytes, scope: str, timeout_s: float
+) -> None:
+    """Once vLLM is ready: attach to it, open the control socket, and wait for an end."""
+    from engines.engine import Scope
+    from engines.vllm_adapter import VllmEngine, VllmUnsupported
+
+    ready_s = process.wait_ready(timeout_s)
+    try:
+        engine = VllmEngine(process.socket, key, Scope(scope), ready_s)
+    except (VllmUnsupported, OSError) as e:  # EngineGone is one of the latter
+        raise EngineFailed(f"Trimtab cannot attach to this vLLM: {e}") from e
+    try:
+        _host(command, process, engine, ready_s)
+    finally:
+        engine.close()
+
+
+def _host(command: VllmCommand, process: VllmProcess, engine: VllmEngine, ready_s: float) -> None:
+    from engines.host import Host
+    from engines.remote import control_address
+
+    address = control_address(command.url)
+    control = Host(engine, address)
+    try:
+        control.start()
+    except OSError as e:
+        raise EngineFailed(str(e)) from e
+    try:
+        print(
+            f"trimtab: vLLM is ready at {command.url} after {ready_s:.1f} s, control at {address}",
+            file=sys.stderr,
+            flush=True,
+        )
+        _watch(process, engine)
+    finally:
+        control.stop()
+
+
+def _watch(process: VllmProcess, engine: VllmEngine) -> None:
+    """Returns never: what hangs is ended, since nothing else gets it out of a worker."""
+    while process.is_alive:
+        if engine.is_lost:
+            raise EngineFailed("vLLM hangs: a call passed its deadline; it is ended now")
+        time.sleep(POLL_S)
+    raise EngineFailed(process.why_it_ended())
 
 
 def _folder(model: Path | None, shipped: Path) -> Path:
