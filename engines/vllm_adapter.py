@@ -28,10 +28,11 @@ from engines.engine import (
     SwapReport,
 )
 from engines.inside import wire
+from engines.inside.vllm_server import PAUSE_DEADLINE_S, SLACK_S
 from profiler.reservoir import Workload
 from profiler.samples import StepSample
 
-GRACE_S = 15.0  # the inside gives up first, and says why
+GRACE_S = 2 * PAUSE_DEADLINE_S + SLACK_S + 10.0  # the inside gives up first, and says why
 POLL_S = 0.02
 
 

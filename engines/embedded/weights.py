@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engines.embedded import SHIPPED_MODEL as SHIPPED_MODEL
 from engines.embedded.model import ARCHITECTURES, CausalLM, ModelConfig, RotaryEmbedding
 
-SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-moe"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 FUSED = {  # our name -> the checkpoint's, in row order
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

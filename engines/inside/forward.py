@@ -25,7 +25,7 @@ from engines.inside.source import ForwardPass, Guard
 
 Function = Callable[..., Any]
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where nn.Module keeps what it was given
-_serial = itertools.count()  # of this process: module names are global to it
+_serial = itertools.count(1)  # of this process: module names are global to it
 
 
 class Fault(RuntimeError):
@@ -66,6 +66,7 @@ class Loaded:
     files: tuple[File, ...] = ()
     guards: tuple[Guard, ...] = ()
     faults: list[Fault] = field(default_factory=list)  # not empty: stock answers in its place
+    serial: int = 0  # of this binding, whose buffers are its own; 0 is stock
 
     def serves(self, low: int, high: int) -> bool:
         """Whether one forward of it at least runs in every step of `low` to `high` tokens."""
@@ -94,6 +95,7 @@ class Forwards:
         self.calls = Calls()
         self.current = Loaded()
         self.previous: Loaded | None = None
+        self._dropped: Loaded | None = None  # what `undo` makes the previous one again
 
     def read(self, sources: Sequence[ForwardPass]) -> tuple[File, ...]:
         """Run the files. Raises `Fault`, and then keeps none."""
@@ -112,7 +114,9 @@ class Forwards:
         try:
             faults: list[Fault] = []
             guards = tuple(file.source.guard for file in files)
-            return Loaded(digest, tuple(self._bounds(files, faults)), files, guards, faults)
+            bounds = tuple(self._bounds(files, faults))
+            serial = next(_serial) if bounds else 0
+            return Loaded(digest, bounds, files, guards, faults, serial)
         except Fault:
             _forget(files)
             raise
@@ -121,10 +125,12 @@ class Forwards:
         """The flip; what ran becomes what `revert` restores."""
         with self.installing(loaded):
             pass
+        self.settle()
 
     @contextmanager
     def installing(self, loaded: Loaded) -> Iterator[None]:
-        """`install` for good when the block ends; when it raises, everything is as it was."""
+        """`install` when the block ends, for good after `settle`; when it raises, everything is as
+        it was."""
         current, previous = self.current, self.previous
         self._flip(current, loaded)
         self.previous, self.current = current, loaded
@@ -135,8 +141,20 @@ class Forwards:
             self.previous, self.current = previous, current
             _forget(loaded.files)
             raise
-        if previous is not None:
-            _forget(previous.files)
+        self.settle()
+        self._dropped = previous
+
+    def undo(self) -> None:
+        """As if the last `install` had not been. Not after `settle`."""
+        dropped, self._dropped = self._dropped, None
+        self.revert()
+        self.previous = dropped
+
+    def settle(self) -> None:
+        """The last `install` stays; what only `undo` needs goes."""
+        if self._dropped is not None:
+            _forget(self._dropped.files)
+        self._dropped = None
 
     def revert(self) -> None:
         """Restore the portfolio before the last `install`. Raises `Fault` when there is none."""
@@ -149,6 +167,7 @@ class Forwards:
     def give_way(self) -> None:
         """Stock runs, and there is nothing to revert to: what ran has raised."""
         self.install(Loaded())
+        self.settle()
         assert self.previous is not None
         _forget(self.previous.files)
         self.previous = None
@@ -264,9 +283,11 @@ class Forwards:
                     try:
                         with inside:
                             return function(self, *args, **kwargs)
-                    except (Fault, KeyboardInterrupt):
+                    except KeyboardInterrupt:
                         raise
                     except BaseException as e:  # SystemExit must not end the engine's thread
+                        if on_fault is None and isinstance(e, Fault):
+                            raise
                         fault = Fault(f"{path} raised {type(e).__name__}: {e}")
                         if on_fault is None:
                             raise fault from e

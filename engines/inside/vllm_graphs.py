@@ -12,6 +12,7 @@ in it, for the few steps that are counted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,11 +24,15 @@ import torch
 from engines.inside.forward import Calls, Fault
 from engines.inside.vllm_runner import Descriptor, GraphSet, Runner
 
-STOCK = ""
-COUNTED = "/counted"
+STOCK = 0
+COUNTED = -1
+ROOM = 0.1  # of the device's memory, free before a capture
 CHECKED_GAP = 0.02  # of the largest hidden state: graph against eager, other split of attention
 
 Serves = Callable[[int, int], bool]
+Name = tuple[int, int | None]  # a binding's serial and its variant: first layers, or COUNTED
+
+log = logging.getLogger("vllm.trimtab")
 
 
 @dataclass(slots=True)
@@ -53,37 +58,44 @@ class Graphs:
         self._runner, self._running, self._calls = runner, running, calls
         self._descriptors = sorted(runner.descriptors(), key=lambda d: d.num_tokens)
         self.sizes = [d.num_tokens for d in self._descriptors]
-        self._resident: dict[str, _Resident] = {}
+        self._resident: dict[Name, _Resident] = {}
+        self._current: Name = (STOCK, None)
         if self._descriptors:
-            self._resident[STOCK] = _Resident(runner.graph_set())
-        self._current = STOCK
+            self._resident[self._current] = _Resident(runner.graph_set())
         self._serves: Serves = lambda low, high: False
         self._seen: Counter[int] = Counter()  # graph sizes of live decode steps
         self.last_capture_s = 0.0
         self.last_num_captured = 0
 
-    def select(self, digest: str, serves: Serves) -> None:
-        """Install the graphs of portfolio `digest`, captured where they are missing. Raises
-        `Fault`; the caller then selects what ran before."""
+    def select(self, serial: int, serves: Serves) -> None:
+        """Install the graphs of the binding `serial` of a portfolio, captured where they are
+        missing. Raises `Fault`; the caller then selects what ran before."""
         self.last_capture_s, self.last_num_captured = 0.0, 0
         if not self._descriptors:
             return
-        self._current, self._serves = digest, serves
-        if (known := self._resident.get(digest)) is not None:
+        self._current, self._serves = (serial, None), serves
+        if (known := self._resident.get(self._current)) is not None:
             self._runner.install(known.graphs)
             return
         covered = {d for low, d in self._ranges() if serves(low, d.num_tokens)}
         made = self._make(covered)
         wanted = [d for d in covered if not self._seen or d.num_tokens in self._seen]
         self._capture(made, wanted)
-        self._resident[digest] = made
+        self._resident[self._current] = made
         self._check_ends(wanted)
+
+    def fall_back(self) -> None:
+        """Stock's graphs, and no other, until the next `select`."""
+        if self._descriptors and self._current != (STOCK, None):
+            self._current = (STOCK, None)
+            self._runner.install(self._resident[self._current].graphs)
 
     def _make(self, covered: Collection[Descriptor]) -> _Resident:
         """A set in which `covered` sizes are to be captured, and the others are the present
         portfolio's or stock's."""
-        base = self._resident.get(self._current, self._resident[STOCK])
+        base = self._resident.get(self._current, self._resident[STOCK, None])
         kept = {d: g for d, g in base.graphs.graphs.items() if d not in covered}
+        _make_room()
         made = _Resident(GraphSet(kept, torch.cuda.graph_pool_handle()))
         made.lazy = {d.num_tokens: d for d in covered}
         self._runner.install(made.graphs)
@@ -107,19 +119,35 @@ class Graphs:
 
     def _capture(self, made: _Resident, wanted: Collection[Descriptor]) -> None:
         """Into the set that is installed; the largest first, since smaller ones fit its pool."""
+        if not wanted:
+            return
         started_s = time.monotonic()
-        for descriptor in sorted(wanted, key=lambda d: d.num_tokens, reverse=True):
+        for i, descriptor in enumerate(sorted(wanted, key=lambda d: d.num_tokens, reverse=True)):
             size, before = descriptor.num_tokens, (self._calls.candidate, self._calls.orig)
             with self._running(size):
-                self._runner.capture(descriptor)
-            num_runs = self._runner.runs_per_capture
+                num_runs = self._capture_one(descriptor, warm=i == 0)
             made.calls[size] = Calls(
                 (self._calls.candidate - before[0]) // num_runs,
                 (self._calls.orig - before[1]) // num_runs,
             )
+            self._calls.candidate, self._calls.orig = before  # nothing was answered
             made.lazy.pop(size, None)
+        self._runner.install(made.graphs)
         self.last_num_captured = len(wanted)
         self.last_capture_s = time.monotonic() - started_s
+
+    def _capture_one(self, descriptor: Descriptor, warm: bool) -> int:
+        """A forward pass that has run at one size can mostly be captured at another without a
+        warm-up, which is half of the time; not when it tunes itself by size."""
+        if warm:
+            return self._runner.capture(descriptor, warm=True)
+        before = self._calls.candidate, self._calls.orig
+        try:
+            return self._runner.capture(descriptor, warm=False)
+        except Exception as e:
+            log.info("capturing %d tokens again, warm: %s", descriptor.num_tokens, e)
+            self._calls.candidate, self._calls.orig = before
+            return self._runner.capture(descriptor, warm=True)
 
     def _check_ends(self, wanted: Collection[Descriptor]) -> None:
         """Graphs hold addresses: the smallest and the largest must say what an eager step says."""
@@ -154,14 +182,24 @@ class Graphs:
         self._seen[size] += 1
         now = self._counted() if counted else self._resident[self._current]
         if (descriptor := now.lazy.get(size)) is not None:
-            self._capture(now, [descriptor])
+            self._try_capture(now, descriptor)
         if (calls := now.calls.get(size)) is not None:
             self._calls.candidate += calls.candidate
             self._calls.orig += calls.orig
         return counted and size in now.calls
 
+    def _try_capture(self, now: _Resident, descriptor: Descriptor) -> None:
+        """In the middle of traffic: without a graph, steps of this size run all the same."""
+        try:
+            self._capture(now, [descriptor])
+        except Exception:
+            log.exception("no graph of %d tokens", descriptor.num_tokens)
+            now.lazy.pop(descriptor.num_tokens, None)
+            now.graphs.graphs.pop(descriptor, None)
+            self._runner.install(now.graphs)
+
     def _counted(self) -> _Resident:
-        name = self._current + COUNTED
+        name = (self._current[0], COUNTED)
         if name not in self._resident:
             self._resident[name] = self._make(self._uniform())
         self._runner.install(self._resident[name].graphs)
@@ -172,10 +210,10 @@ class Graphs:
         if self._descriptors:
             self._runner.install(self._resident[self._current].graphs)
 
-    def keep(self, digests: Collection[str]) -> None:
+    def keep(self, serials: Collection[int]) -> None:
         """Let go of every other portfolio's graphs. Stock's are kept."""
         for name in list(self._resident):
-            if name.partition("/")[0] not in {STOCK, *digests}:
+            if name[0] not in {STOCK, *serials}:
                 del self._resident[name]
 
     @contextmanager
@@ -185,7 +223,7 @@ class Graphs:
             yield
             return
         before = self._current
-        name = f"{before}/{num_layers}"
+        name = (before[0], num_layers)
         if name not in self._resident:
             made = self._make(self._descriptors)
             made.lazy = {d.num_tokens: d for d in self._uniform()}
@@ -197,3 +235,13 @@ class Graphs:
         finally:
             self._current = before
             self._runner.install(self._resident[before].graphs)
+
+
+def _make_room() -> None:
+    """Pools of graphs that were let go of stay with the allocator, which cannot give them back in
+    the middle of a capture."""
+    if not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info()
+    if free < ROOM * total:
+        torch.cuda.empty_cache()

@@ -136,7 +136,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("model runner", "vllm.compilation.cuda_graph", "CUDAGraphWrapper", "swap graphs",
          attributes=("concrete_cudagraph_entries", "graph_pool", "_all_instances"), any_of=V1),
     Hook("model runner", "vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher", "swap graphs",
-         attributes=("cudagraph_keys",), any_of=V1),
+         attributes=("cudagraph_keys", "keys_initialized",), any_of=V1),
     Hook("model runner", "vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.get_capture_descs",
          "know which graphs there are", any_of=V1),
     # V2: a manager keeps them

@@ -8,6 +8,7 @@ over the paged cache, graphs, logits and sampler are those of live traffic.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,8 @@ class Replayer:
     def _request(self, given: Mapping[str, Any]) -> _Request:
         prompt, forced = list(given["prompt"]), list(given["output"])
         config = self._worker.model_config
+        if not prompt or not forced:
+            raise CandidateError("a request needs a prompt and outputs to replay")
         ids, vocab_size = prompt + forced, config.get_vocab_size()
         if len(ids) > config.max_model_len:
             raise CandidateError(f"a request has {len(ids)} tokens, over {config.max_model_len}")
@@ -236,3 +239,18 @@ def _outputs(request: _Request, rows: bool) -> dict[str, Any] | None:
         "logprobs": table.gather(1, forced)[:, 0].cpu().numpy(),
         "top_token_ids": table.argmax(-1).cpu().numpy().astype(np.int64),
     }
+
+
+def again(scheduler_output: Any) -> Any:
+    """A step that broke off within the model, to be run once more: what it told the runner of new
+    requests, of blocks and of finished ones has been told."""
+    from vllm.v1.core.sched.output import CachedRequestData
+
+    told = {"preempted_req_ids": None, "new_block_ids_to_zero": None}
+    return dataclasses.replace(
+        scheduler_output,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=CachedRequestData.make_empty(),
+        finished_req_ids=set(),
+        **{name: value for name, value in told.items() if hasattr(scheduler_output, name)},
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -36,7 +37,6 @@ class Runner(Protocol):
     num_blocks: int
     block_sizes: tuple[int, ...]  # of each KV cache group
     max_num_tokens: int
-    runs_per_capture: int  # of the model's forward: a warm-up, and the captured one
 
     def num_live(self) -> int:
         """Requests that hold state here, running or preempted."""
@@ -60,8 +60,13 @@ class Runner(Protocol):
     def install(self, graphs: GraphSet) -> None:
         """Steps whose shape is in `graphs` replay it; others run without a full graph."""
 
-    def capture(self, descriptor: Descriptor) -> None:
-        """Add one to the installed set."""
+    def ungraphed(self) -> AbstractContextManager[None]:
+        """Steps within run without any graph, a compiled model's own piecewise ones included."""
+
+    def capture(self, descriptor: Descriptor, warm: bool) -> int:
+        """Add one to the installed set, which is to be installed again after the last one. How
+        often the model's forward ran for it: a `warm` one runs eagerly first, where there is a
+        choice."""
 
 
 def runner_of(worker: Any) -> Runner:
@@ -76,8 +81,6 @@ def runner_of(worker: Any) -> Runner:
 
 class _Either:
     """What is the same in both."""
-
-    runs_per_capture = 2
 
     def __init__(self, worker: Any) -> None:
         runner = worker.model_runner
@@ -171,19 +174,29 @@ class V1(_Either):
         self._wrapper.graph_pool = graphs.pool
         self._keys[self._full] = set(graphs.graphs)
 
-    def capture(self, descriptor: Descriptor) -> None:
+    @contextlib.contextmanager
+    def ungraphed(self) -> Iterator[None]:
+        dispatcher = self._runner.cudagraph_dispatcher
+        before, dispatcher.keys_initialized = dispatcher.keys_initialized, False
+        try:
+            yield
+        finally:
+            dispatcher.keys_initialized = before
+
+    def capture(self, descriptor: Descriptor, warm: bool) -> int:
         from vllm.compilation.monitor import set_cudagraph_capturing_enabled
         from vllm.distributed.parallel_state import graph_capture
 
-        self._keys[self._full].add(descriptor)
+        self._keys[self._full].add(descriptor)  # `install` says what stays
         set_cudagraph_capturing_enabled(True)
         try:
             with self._capturing(), graph_capture(device=self.worker.device):
                 self._runner._warmup_and_capture(
-                    descriptor, cudagraph_runtime_mode=self._full, num_warmups=1
+                    descriptor, cudagraph_runtime_mode=self._full, num_warmups=int(warm)
                 )
         finally:
             set_cudagraph_capturing_enabled(False)
+        return 1 + int(warm)
 
 
 class V2(_Either):
@@ -208,10 +221,17 @@ class V2(_Either):
     def dummy_step(self, num_tokens: int, graph: bool | None = None) -> torch.Tensor:
         if graph:
             return self._dummy_run(num_tokens, uniform_decode=True)
-        before = self._manager._graphs_captured
-        self._manager._graphs_captured = False
-        try:
+        with self.ungraphed():
             return self._dummy_run(num_tokens, uniform_decode=graph is not None)
+
+    @contextlib.contextmanager
+    def ungraphed(self) -> Iterator[None]:
+        if self._manager is None:
+            yield
+            return
+        before, self._manager._graphs_captured = self._manager._graphs_captured, False
+        try:
+            yield
         finally:
             self._manager._graphs_captured = before
 
@@ -226,13 +246,21 @@ class V2(_Either):
         self._manager.graphs, self._manager.pool = graphs.graphs, graphs.pool
         self._installed = graphs
         if graphs.choices is None:
-            graphs.choices = {
-                size: [d for d in choices if d.cg_mode != self._full or d in graphs.graphs]
-                for size, choices in self._choices.items()
-            }
+            graphs.choices = self._choices_among(graphs)
         self._manager._candidates = graphs.choices
 
-    def capture(self, descriptor: Descriptor) -> None:
+    def _choices_among(self, graphs: GraphSet) -> dict[Any, list[Descriptor]]:
+        """By batch size; sizes that round up to the same graph share one list."""
+        if all(d in graphs.graphs for d in self._descriptors):
+            return self._choices
+        shared = {id(choices): choices for choices in self._choices.values()}
+        left = {
+            name: [d for d in choices if d.cg_mode != self._full or d in graphs.graphs]
+            for name, choices in shared.items()
+        }
+        return {size: left[id(choices)] for size, choices in self._choices.items()}
+
+    def capture(self, descriptor: Descriptor, warm: bool) -> int:
         manager = self._manager
         wanted = manager._capture_descs
         manager._capture_descs = {self._full: [descriptor]}
@@ -244,4 +272,4 @@ class V2(_Either):
             manager._capture_descs = wanted
             manager._graphs_captured = True
         self._installed.choices = None
-        self.install(self._installed)
+        return 2  # it always warms up

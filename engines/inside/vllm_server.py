@@ -13,17 +13,17 @@ what runs then.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from engines.inside import wire
 
 SOCKET = "TRIMTAB_INSIDE"
-PAUSE_DEADLINE_S = 30.0
+PAUSE_DEADLINE_S = 10.0
 GIVE_WAY_S = 30.0
 SLACK_S = 5.0  # the worker breaks a hang off first, where it can
 FLIPS = frozenset({"swap", "revert", "give_way"})
@@ -66,11 +66,13 @@ class Door:
     def __init__(self, engine: Any, path: Path) -> None:
         self._engine, self._path = engine, path
         self._turn = asyncio.Lock()
+        self._num_steps: int | None = None  # the workers' live ones, when no KV was left last
+        self._num_swaps = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Door:
-        self._path.unlink(missing_ok=True)
+        await asyncio.to_thread(self._path.unlink, missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         self._path.chmod(0o600)  # its folder is 0700, so nobody came in before
         return self
@@ -80,7 +82,7 @@ class Door:
         self._server.close()
         for task in self._open:
             task.cancel()
-        self._path.unlink(missing_ok=True)
+        await asyncio.to_thread(self._path.unlink, missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -115,6 +117,7 @@ class Door:
                 return {"num_pending": self._num_pending()}
             case "fault":
                 return await self._give_way(message)
+        float(message["deadline_s"])  # or nobody is kept waiting
         async with self._turn:
             if message["do"] in FLIPS:
                 return await self._flip(message)
@@ -126,52 +129,56 @@ class Door:
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def _flip(self, message: wire.Message) -> wire.Message:
-        num_pending = self._num_pending()
-        async with self._paused():
-            reply = await self._workers(message)
-        return {**reply, "num_preempted": num_pending}
+        num_pending, started_s = self._num_pending(), time.monotonic()
+        reply = await self._between_steps(message)
+        return {**reply, "num_preempted": num_pending, "flip_s": time.monotonic() - started_s}
 
     async def _replay(self, message: wire.Message) -> wire.Message:
-        """On an engine without requests; one that comes meanwhile waits, and finds no prefix that
-        the replay left behind."""
-        async with self._paused():
-            if self._num_pending():
-                raise Busy("the engine is serving; drain it first")
-            try:
-                return await self._workers(message)
-            finally:
-                await self._engine.reset_prefix_cache()
+        """On an engine without requests; one that comes meanwhile waits."""
+        if self._num_pending():
+            raise Busy("the engine is serving; drain it first")
+        return await self._between_steps(message, idle=True)
 
     async def _give_way(self, message: wire.Message) -> wire.Message:
         """A forward raised while it served: stock has answered, and now recomputes."""
         log.error("a forward pass faulted, stock serves: %s", message["text"])
         async with self._turn:
-            return await self._flip({"do": "give_way", "deadline_s": GIVE_WAY_S})
+            return await self._flip({**message, "do": "give_way", "deadline_s": GIVE_WAY_S})
 
-    @contextlib.asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        """Between two steps, with no KV in use. When the pause does not come in time, it is
-        undone and the requests go on. Raises `TimeoutError`."""
+    async def _between_steps(self, message: wire.Message, idle: bool = False) -> wire.Message:
+        """The workers' answer with the scheduler paused. Before it goes on, what KV there is goes:
+        nothing when no step has run since the last time (of a large cache, clearing it takes
+        longer than a flip). When the pause does not come in time, it is undone and the requests go
+        on. Raises `TimeoutError`, `Busy`."""
         core = self._engine.engine_core
         try:
-            pause = core.pause_scheduler_async(mode="keep", clear_cache=True)
-            await asyncio.wait_for(pause, PAUSE_DEADLINE_S)
-            yield
+            await _paused(core, clear=False)
+            if idle and self._num_pending():
+                raise Busy("the engine is serving; drain it first")
+            reply: wire.Message = {}
+            try:
+                reply = await self._workers(message)
+                return reply
+            finally:
+                num_steps = reply.get("num_live_steps")
+                if num_steps is None or num_steps != self._num_steps:
+                    await _paused(core, clear=True)
+                    self._num_steps = num_steps
         finally:
             await core.resume_scheduler_async()
 
     async def _workers(self, message: wire.Message) -> wire.Message:
         """The first rank's answer, or the first error. A swap that failed on some ranks is taken
         back on the others."""
-        ranks = await self._every_rank(message)
+        self._num_swaps += message["do"] == "swap"
+        ranks = await self._every_rank({**message, "swap_id": self._num_swaps})
         failed = [i for i, rank in enumerate(ranks) if "error" in rank]
         if not failed:
             fingerprints = [r["fingerprint"] for r in ranks if "fingerprint" in r]
             return {**ranks[0], "num_ranks": len(ranks), "fingerprints": fingerprints}
-        for done in (r for r in ranks if message["do"] == "swap" and "digest" in r):
-            undo = {"do": "undo", "digest": done["digest"], "deadline_s": GIVE_WAY_S}
+        if message["do"] == "swap" and len(failed) < len(ranks):
+            undo = {"do": "undo", "swap_id": self._num_swaps, "deadline_s": GIVE_WAY_S}
             await self._every_rank(undo)
-            break
         error = ranks[failed[0]]
         where = f" (rank {failed[0]} of {len(ranks)})" if len(ranks) > 1 else ""
         return {**error, "text": error["text"] + where}
@@ -183,12 +190,23 @@ class Door:
         return [wire.unpack(reply) for reply in replies]
 
 
+async def _paused(core: Any, clear: bool) -> None:
+    """Freeze all requests where they are; with `clear` they are preempted, and no KV is left.
+    Raises `Busy`."""
+    pause = core.pause_scheduler_async(mode="keep", clear_cache=clear)
+    try:
+        await asyncio.wait_for(pause, PAUSE_DEADLINE_S)
+    except TimeoutError as e:
+        raise Busy(f"no step ended within {PAUSE_DEADLINE_S:g} s; the requests go on") from e
+
+
 def _gauges() -> wire.Message:
     """vLLM's own, of its first engine; zero where its statistics are off."""
     from prometheus_client import REGISTRY
 
+    registry = REGISTRY.restricted_registry(list(GAUGES.values()))
     found = {}
     for ours, theirs in GAUGES.items():
-        samples = (s for m in REGISTRY.collect() if m.name == theirs for s in m.samples)
+        samples = (s for m in registry.collect() for s in m.samples if s.name == theirs)
         found[ours] = next((s.value for s in samples), 0.0)
     return {"gauges": found}

@@ -39,14 +39,15 @@ from engines.inside.forward import Fault, Forwards
 from engines.inside.source import CandidateError, ForwardPass, Portfolio, Scope, sign
 from engines.inside.step import running
 from engines.inside.vllm_graphs import Graphs
-from engines.inside.vllm_replay import Replayer
+from engines.inside.vllm_replay import Replayer, again
 from engines.inside.vllm_routed import Routed
 from engines.inside.vllm_runner import runner_of
+from engines.inside.vllm_uncompiled import Uncompiled
 
 SOCKET = "TRIMTAB_INSIDE"  # where the server inside listens
 EXPERT_COUNTS = "TRIMTAB_EXPERT_COUNTS"  # count experts in every n-th step; 0: never
 STEP_DEADLINE = "TRIMTAB_STEP_DEADLINE_S"  # of a live step under a portfolio
-TIME_EVERY = 8  # live steps on a device: an event costs microseconds of the host's
+SAMPLE_EVERY = 8  # live steps on a device, where the host's microseconds are the engine's
 KEPT_STEPS = 4096
 SMOKE_TOKENS = 16
 
@@ -95,9 +96,7 @@ class Inside:
         self._forwards = Forwards(
             self._model, Path(self._files.name), self._faulted, self._alarm.inside
         )
-        self._compiled = [
-            m for m in self._model.modules() if getattr(m, "do_not_compile", True) is False
-        ]
+        self._uncompiled = Uncompiled(self._model, worker.vllm_config)
         self._vllm = runner_of(worker)
         self._graphs = Graphs(self._vllm, self._running, self._forwards.calls)
         self._routed = Routed(
@@ -106,8 +105,10 @@ class Inside:
         self._replayer = Replayer(self._vllm)
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._num_steps = 0
+        self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         self._is_quiet = False  # a replay or a smoke run: no live step
         self._step_deadline_s = float(os.environ.get(STEP_DEADLINE, "20"))
+        self._swap_id: int | None = None  # the last one that this rank took
         self._key, self._scope = b"", Scope.SERVE
         self._execute = self._runner.execute_model
         self._runner.execute_model = self._execute_model
@@ -115,48 +116,97 @@ class Inside:
     def answer(self, message: Mapping[str, Any]) -> wire.Message:
         """One operation by name. Raises what `Extension` turns into a reply."""
         operation = OPERATIONS[message["do"]]
+        if message["do"] != "undo":
+            self._forwards.settle()
         with self._alarm.within(message["deadline_s"]):
-            return operation(self, message)
+            return {**operation(self, message), "num_live_steps": self._num_steps}
 
     # --- steps ------------------------------------------------------------------------------------
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of the runner's own, for every step that is no dummy."""
+        """In place of the runner's own, for every step that is no dummy. On a device most steps of
+        stock pass through: a host that is late is time lost."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if not num_tokens or kwargs.get("dummy_run"):
             return self._execute(scheduler_output, *args, **kwargs)
         if self._is_quiet:
-            self._graphs.before_step(scheduler_output.num_scheduled_tokens)
-            with self._running(num_tokens):
-                return self._execute(scheduler_output, *args, **kwargs)
+            return self._quiet_step(scheduler_output, *args, **kwargs)
         self._num_steps += 1
-        step = Step(scheduler_output, self._num_steps % TIME_EVERY == 0, self._worker.device)
-        self._steps.append(step)
-        if self._routed.is_due(self._num_steps):
-            return self._counted_step(step, scheduler_output, *args, **kwargs)
-        self._graphs.before_step(scheduler_output.num_scheduled_tokens)
-        out = self._live_step(num_tokens, scheduler_output, *args, **kwargs)
-        step.end()
+        is_due = self._routed.is_due(self._num_steps)
+        is_sampled = is_due or self._num_steps % self._sample_every == 0
+        if not is_sampled and not self._forwards.current.bounds:
+            return self._execute(scheduler_output, *args, **kwargs)
+        step = Step(scheduler_output, self._worker.device) if is_sampled else None
+        if step is not None:
+            self._steps.append(step)
+        if is_due:
+            out, load = self._counted_step(scheduler_output, *args, **kwargs)
+        else:
+            out, load = self._plain_step(scheduler_output, *args, **kwargs), None
+        if step is not None:
+            step.end(load)
         return out
 
-    def _counted_step(self, step: Step, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _quiet_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a replay."""
+        if self._forwards.current.faults:
+            self._graphs.fall_back()
+        self._graphs.before_step(scheduler_output.num_scheduled_tokens)
+        with self._running(scheduler_output.total_num_scheduled_tokens):
+            return self._execute(scheduler_output, *args, **kwargs)
+
+    def _plain_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._forwards.current.faults:
+            self._graphs.fall_back()
+        with self._deadline():
+            self._graphs.before_step(scheduler_output.num_scheduled_tokens)
+            return self._live_step(scheduler_output, *args, **kwargs)
+
+    def _counted_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Its output, and the experts' counts."""
+        if self._forwards.current.faults:
+            self._graphs.fall_back()
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self._routed.start(num_tokens)
-        from_graph = self._graphs.before_step(scheduler_output.num_scheduled_tokens, counted=True)
         try:
-            out = self._live_step(num_tokens, scheduler_output, *args, **kwargs)
+            with self._deadline():
+                num_scheduled = scheduler_output.num_scheduled_tokens
+                from_graph = self._graphs.before_step(num_scheduled, counted=True)
+                self._routed.start(num_tokens)  # again: a capture counts its warm-up
+                with contextlib.nullcontext() if from_graph else self._vllm.ungraphed():
+                    out = self._live_step(scheduler_output, *args, **kwargs)
         finally:
             self._graphs.after_counted()
             load = self._routed.take(from_graph)
-        step.end(load)
-        return out
+        return out, load
 
-    def _live_step(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Stock's cost nothing here."""
+    def _deadline(self) -> contextlib.AbstractContextManager[None]:
+        """Of a live step; stock's cost nothing."""
         if not self._forwards.current.bounds:
-            return self._execute(*args, **kwargs)
-        with self._running(num_tokens), self._alarm.within(self._step_deadline_s):
-            return self._execute(*args, **kwargs)
+            return contextlib.nullcontext()
+        return self._alarm.within(self._step_deadline_s)
+
+    def _live_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """What breaks under a portfolio is its fault, wherever: a wrong shape shows only later, in
+        the stock forward behind it. Stock then answers the same step."""
+        current = self._forwards.current
+        if not current.bounds:
+            return self._execute(scheduler_output, *args, **kwargs)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self._uncompiled.set(self._serves(num_tokens, num_tokens))
+        try:
+            with running(num_tokens, vllm_view.view_of(self._runner, num_tokens)):
+                return self._execute(scheduler_output, *args, **kwargs)
+        except Exception as e:
+            if current.faults or not self._serves(num_tokens, num_tokens):
+                raise
+            fault = Fault(f"a step under it raised {type(e).__name__}: {e}")
+            current.faults.append(fault)
+            self._faulted(fault)
+            self._vllm.recover()
+            self._graphs.fall_back()
+            self._uncompiled.set(False)
+            return self._execute(again(scheduler_output), *args, **kwargs)
 
     @contextlib.contextmanager
     def _running(self, num_tokens: int) -> Iterator[None]:
@@ -168,17 +218,6 @@ class Inside:
         else:
             with running(num_tokens, view):
                 yield
-
-    @contextlib.contextmanager
-    def _uncompiled(self) -> Iterator[None]:
-        before = [module.do_not_compile for module in self._compiled]
-        for module in self._compiled:
-            module.do_not_compile = True
-        try:
-            yield
-        finally:
-            for module, value in zip(self._compiled, before, strict=True):
-                module.do_not_compile = value
 
     def _serves(self, low: int, high: int) -> bool:
         """Whether every step of `low` to `high` tokens runs some forward of the portfolio."""
@@ -193,8 +232,9 @@ class Inside:
             threading.Thread(target=_tell, args=(note,), daemon=True).start()
 
     def _give_way(self, message: Mapping[str, Any]) -> wire.Message:
-        """Stock runs: what ran has raised."""
-        if not self._forwards.current.faults:
+        """Stock runs: what ran has raised, on this rank or another."""
+        current = self._forwards.current
+        if not current.bounds or current.digest != message["digest"]:
             return self._swapped(time.monotonic(), 0.0)
         started_s = time.monotonic()
         self._forwards.give_way()
@@ -209,8 +249,17 @@ class Inside:
         key, scope = bytes(message["key"]), Scope(message["scope"])
         if self._key and not (hmac.compare_digest(self._key, key) and scope is self._scope):
             raise PermissionError("this engine has been given another key already")
+        if not self._key:
+            self._warm_up()
         self._key, self._scope = key, scope
         return self._info(message)
+
+    def _warm_up(self) -> None:
+        """The first swap must not pay for kernels that eager mode loads when they first run."""
+        if self._uncompiled:
+            with self._quiet(), self._uncompiled():
+                for num_tokens in (SMOKE_TOKENS, 1):
+                    self._vllm.dummy_step(num_tokens)
 
     def _info(self, message: Mapping[str, Any]) -> wire.Message:
         config, previous = self._worker.model_config, self._forwards.previous
@@ -224,7 +273,7 @@ class Inside:
             "digest": self._forwards.current.digest,
             "previous_digest": None if previous is None else previous.digest,
             "has_graphs": self._graphs.sizes,
-            "compiled": bool(self._compiled),
+            "compiled": bool(self._uncompiled),
             "runner": type(self._runner).__module__,
             "counts_experts": self._routed.num_layers,
             "pid": os.getpid(),
@@ -259,6 +308,7 @@ class Inside:
             raise Fault(_text(e)) from e
         finally:
             self._keep_graphs()
+        self._swap_id = message.get("swap_id")
         return self._swapped(started_s, load_s)
 
     def _check(self, portfolio: Portfolio, signature: str) -> None:
@@ -285,14 +335,15 @@ class Inside:
 
     def _select(self) -> None:
         """Graphs of what runs now; captured where they are missing."""
+        self._uncompiled.set(False)  # until a step is served
         with self._quiet():
-            self._graphs.select(self._forwards.current.digest, self._serves)
+            self._graphs.select(self._forwards.current.serial, self._serves)
         if faults := self._forwards.current.faults:
             raise faults[0]
 
     def _keep_graphs(self) -> None:
         previous = self._forwards.previous
-        kept = {self._forwards.current.digest, "" if previous is None else previous.digest, ""}
+        kept = {self._forwards.current.serial, 0 if previous is None else previous.serial}
         self._graphs.keep(kept)
 
     def _revert(self, message: Mapping[str, Any]) -> wire.Message:
@@ -302,10 +353,12 @@ class Inside:
         return self._swapped(started_s, 0.0)
 
     def _undo(self, message: Mapping[str, Any]) -> wire.Message:
-        """A swap that another rank refused."""
-        if self._forwards.current.digest == message["digest"]:
-            return self._revert(message)
-        return self._swapped(time.monotonic(), 0.0)
+        """A swap that another rank refused, if this one had taken it."""
+        started_s = time.monotonic()
+        if self._swap_id == message["swap_id"]:
+            self._forwards.undo()
+            self._select()
+        return self._swapped(started_s, 0.0)
 
     def _swapped(self, started_s: float, load_s: float) -> wire.Message:
         current = self._forwards.current
@@ -319,6 +372,7 @@ class Inside:
         }
 
     def _call(self, message: Mapping[str, Any]) -> wire.Message:
+        self._refuse_faulty()
         path = message["module"]
         module = dict(self._model.named_modules()).get(path)
         if module is None:
@@ -337,6 +391,7 @@ class Inside:
 
     def _replay(self, message: Mapping[str, Any]) -> wire.Message:
         """Forced outputs from an empty KV cache, by steps as vLLM's scheduler makes them."""
+        self._refuse_faulty()
         num_layers = message.get("num_layers")
         calls = self._forwards.calls
         calls.candidate = calls.orig = 0
@@ -361,7 +416,13 @@ class Inside:
         if faults := self._forwards.current.faults:
             fault = faults[0]
             faults.clear()
+            self._select()
             raise fault
+
+    def _refuse_faulty(self) -> None:
+        """It faulted in live traffic, and stock is on its way."""
+        if faults := self._forwards.current.faults:
+            raise faults[0]
 
     @contextlib.contextmanager
     def _first_layers(self, num_layers: int | None) -> Iterator[None]:
@@ -386,7 +447,7 @@ class Inside:
         return {"fingerprint": fingerprint(self._model, self._forwards.installed)}
 
     def _take_steps(self, message: Mapping[str, Any]) -> wire.Message:
-        """Live steps since the last call."""
+        """Live steps since the last call; on a device those that were sampled."""
         done = []
         while self._steps and self._steps[0].is_done:
             done.append(self._steps.popleft().as_message())
@@ -432,13 +493,13 @@ class Step:
 
     __slots__ = ("_ended", "_events", "_load", "_num_running", "_num_tokens", "_step_s")
 
-    def __init__(self, scheduler_output: Any, timed: bool, device: torch.device) -> None:
+    def __init__(self, scheduler_output: Any, device: torch.device) -> None:
         self._num_running = len(scheduler_output.num_scheduled_tokens)
         self._num_tokens = scheduler_output.total_num_scheduled_tokens
         self._load: torch.Tensor | None = None
         self._ended, self._step_s = False, None if device.type == "cuda" else -time.perf_counter()
         self._events: list[Any] = []
-        if timed and device.type == "cuda":
+        if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
 

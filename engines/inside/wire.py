@@ -30,7 +30,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
         if isinstance(value, bytes):
             blobs.append(value)
             return {"$bytes": len(value)}
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
             blobs.append(little.tobytes())
             return {"$bytes": little.nbytes, "dtype": value.dtype.name, "shape": value.shape}
@@ -63,7 +63,7 @@ def unpack(frame: bytes) -> Message:
             return flat.reshape(value["shape"])
 
         message = json.loads(frame[LENGTHS.size : at], object_hook=take)
-    except (ValueError, TypeError, struct.error) as e:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error) as e:
         raise WireError(f"a frame that cannot be read: {e}") from e
     if not isinstance(message, dict):
         raise WireError(f"a frame that holds a {type(message).__name__}, not a message")

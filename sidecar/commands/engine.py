@@ -109,9 +109,9 @@ def vllm(
     scope: Annotated[
         str | None, typer.Option(help="serve; or trial, the default where a trial key is given.")
     ] = None,
-    expert_counts: Annotated[
-        bool, typer.Option(help="Count the tokens that each expert of a mixture gets.")
-    ] = True,
+    expert_counts_every: Annotated[
+        int, typer.Option(min=0, help="Count each expert's tokens in every n-th step; 0: never.")
+    ] = 128,
     ready_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds that vLLM has until it serves.")
     ] = 900.0,
@@ -122,7 +122,7 @@ def vllm(
     from engines.vllm_launch import VllmLaunchError, VllmProcess, parse
 
     key, scope = _key(scope)
-    environment = {**os.environ, EXPERT_COUNTS: str(int(expert_counts))}
+    environment = {**os.environ, EXPERT_COUNTS: str(expert_counts_every)}
     try:
         command = parse(context.args, environment)
     except VllmLaunchError as e:
