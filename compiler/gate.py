@@ -32,7 +32,7 @@ class GatePolicy:
     confirm_s: float = 4.0
     band_z: float = 2.5  # A/A band in standard errors
     noise_floor: float = 0.005  # relative; no clock on a shared machine is better than that
-    error_ratio: float = 4.0  # module error over stock's own, both against float64
+    error_ratio: float = 4.0  # module error over stock's own, both against the reference
     error_ulps: float = 8.0  # and this on top, relative to the row
     band_factor: float = 8.0  # model level, over the band that stock leaves
     max_differing_rate: float = 0.05  # of timed requests and top tokens: a router's ties
@@ -51,7 +51,7 @@ class GatePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Same outputs? KL in nats per position against the float64 reference."""
+    """Same outputs? KL in nats per position against the reference."""
 
     passed: bool
     kl_p50: float
@@ -130,7 +130,7 @@ def shape_failure(got: Sequence[Array], want: Sequence[Array], dtypes: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class ErrorSpread:
-    """Stock's own error against float64, relative to the row."""
+    """Stock's own error against the reference, relative to the row."""
 
     p99: float
     worst: float

@@ -64,7 +64,8 @@ class Workloads:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """All a court needs; travels to the judge's process by pickle. `connect` is a module-level
-    function. The reference engine is trusted, stock, and computes in float64."""
+    function. The reference engine is trusted, stock, and as exact as its kind computes: float64,
+    or float32 behind vLLM."""
 
     connect: Connect
     tuning_address: str
@@ -498,7 +499,7 @@ class Court:
     def _expected(
         self, case: Case, inputs: Sequence[Array], golden: Calibration
     ) -> tuple[tuple[Array, ...], np.ndarray[Any, np.dtype[np.bool_]]]:
-        """The float64 outputs, and the rows where they do not hang on a rounding."""
+        """The reference's outputs, and the rows where they do not hang on a rounding."""
         nudge = 8 * gate.EPS[golden.dtype]
         signs = np.random.default_rng(0)
         moved = [

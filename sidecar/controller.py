@@ -366,6 +366,11 @@ class Controller:
         for url in (*self._serving, *self._spare):
             if not self._health[url].is_cold:
                 info = await asyncio.to_thread(self._engines[url].info)
+                if info.engine != "embedded":
+                    raise WrongState(
+                        f"{url} is {info.engine}, and only you know how it was started; set "
+                        "search.launch to its launch command"
+                    )
                 return f"trimtab engine embedded --model {info.model} --dtype {info.dtype}"
         raise WrongState("no upstream has engine control; set search.launch")
 

@@ -2,14 +2,17 @@
 
 Everything in it is the product: the engines, the sidecar and the search are the same commands an
 operator would start, and the requests are sent as any client would. Only the settings are the
-demo's own: short windows, short canary steps, `autonomy = auto`.
+demo's own: short windows, short canary steps, `autonomy = auto`. Which engines play, our own or
+stock vLLM servers, is `sidecar.troupe`'s business.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -23,7 +26,9 @@ from rich.table import Table
 from compiler.candidates import Candidate
 from compiler.candidates import Stage as Life
 from drift.detector import DriftKind
+from engines.embedded import SHIPPED_MODEL
 from engines.engine import Scope, sign
+from engines.host import socket_path
 from engines.remote import RemoteEngine, control_address, swap_key
 from sidecar import closing
 from sidecar.closing import ClosingTable
@@ -31,8 +36,9 @@ from sidecar.control import ControlClient, ControllerGone, RolledBack, Status
 from sidecar.control import control_address as controller_address
 from sidecar.replay import Replayer, ReplayReport
 from sidecar.store import FILE_NAME, SqliteStore
-from sidecar.supervisor import EngineProcess, free_ports, our_command
+from sidecar.supervisor import EngineProcess, as_command, free_ports, our_command
 from sidecar.traffic import Domain, Phase, PlannedRequest, Shape, plan, tokenizer
+from sidecar.troupe import EMBEDDED, Troupe
 
 SHAPE = Shape(divide_lengths_by=8.0, prefix_share=0.5)
 BUSY = 0.45  # share of the primary's time that the traffic is planned to take; 0.6 is the promise
@@ -57,7 +63,7 @@ max_latency_ratio = 4.0
 [search]
 budget = "{budget}"
 agent = "{agent}"
-launch = "{launch}"
+launch = {launch}
 """
 
 
@@ -69,9 +75,10 @@ class DemoFailed(RuntimeError):
 class DemoSettings:
     """`agent` is `search`, or `no-effect` for a search that cannot win."""
 
+    troupe: Troupe = EMBEDDED
     seed: int = 0
     agent: str = "search"
-    search_budget: str = "65s"
+    search_budget: str = ""  # "": the troupe's own
     keep: Path | None = None  # state and logs go here and stay
 
 
@@ -119,7 +126,7 @@ class _Demo:
     began_s: float = field(default_factory=time.monotonic)
 
     async def tell(self) -> int:
-        self.say("two engines and the sidecar start")
+        self.say(f"two {self.settings.troupe.name} engines and the sidecar start")
         async with self._cast() as cast, asyncio.TaskGroup() as group:
             self.say(f"ready: {_ready(cast.primary)} primary, {_ready(cast.shadow)} shadow")
             narrator = group.create_task(self._narrate(cast.control))
@@ -151,38 +158,46 @@ class _Demo:
         *others, last = sorted(os.sched_getaffinity(0))
         first = others[0] if others else last
         os.sched_setaffinity(0, others or [last])  # children inherit it
-        ports = free_ports(4)
+        ports, troupe = free_ports(4), self.settings.troupe
         config = self.home / "trimtab.toml"
         config.write_text(
             SETTINGS.format(
                 window=WINDOW,
-                budget=self.settings.search_budget,
+                budget=self.settings.search_budget or troupe.search_budget,
                 agent=self.settings.agent,
-                launch=f"trimtab engine embedded --num-threads 1 --cpu {last}",
+                launch=json.dumps(troupe.launch(last)),
             )
         )
         urls = [f"http://127.0.0.1:{port}" for port in ports[:3]]
         with contextlib.ExitStack() as stack:
-
-            def start(name: str, url: str, *arguments: str) -> EngineProcess:
-                command = our_command(*arguments)
-                process = EngineProcess(command, url, self.home / f"{name}.log")
-                stack.callback(process.close)
-                return process
-
             primary, shadow = (
-                start(name, url, "engine", "embedded", "--port", str(port), "--cpu", str(cpu))
+                stack.enter_context(
+                    contextlib.closing(
+                        EngineProcess(
+                            as_command([*shlex.split(troupe.launch(cpu)), "--port", str(port)]),
+                            url,
+                            self.home / f"{name}.log",
+                            control=socket_path(control_address(url)),
+                            grace_s=troupe.grace_s,
+                        )
+                    )
+                )
                 for name, url, port, cpu in zip(
                     ("primary", "shadow"), urls, ports, (first, last), strict=False
                 )
             )
             for engine in (primary, shadow):
-                await asyncio.to_thread(engine.wait_ready)
-            serve = start(
-                *("serve", urls[2], "serve", "--config", str(config), "--name", "demo"),
-                *("--upstream", urls[0], "--shadow", urls[1]),
-                *("--port", str(ports[2]), "--admin-port", str(ports[3])),
+                await asyncio.to_thread(engine.wait_ready, troupe.ready_s)
+            serve = EngineProcess(
+                our_command(
+                    *("serve", "--config", str(config), "--name", "demo"),
+                    *("--upstream", urls[0], "--shadow", urls[1]),
+                    *("--port", str(ports[2]), "--admin-port", str(ports[3])),
+                ),
+                urls[2],
+                self.home / "serve.log",
             )
+            stack.callback(serve.close)
             await asyncio.to_thread(serve.wait_ready)
             state = self.home / "state" / "trimtab" / "demo"
             control = ControlClient(controller_address(state))
@@ -239,8 +254,6 @@ class _Demo:
         return self._plan([chat, Phase(Domain.CODE, MANY, rates[Domain.CODE])], seed=0)
 
     def _plan(self, phases: Sequence[Phase], seed: int) -> Iterator[PlannedRequest]:
-        from engines.embedded.weights import SHIPPED_MODEL
-
         encode = tokenizer(SHIPPED_MODEL)
         return plan(phases, SHIPPED_MODEL.name, self.settings.seed + seed, SHAPE, encode)
 
@@ -249,7 +262,10 @@ class _Demo:
         searches = {"searching", *_MEETS_TRAFFIC}
         await self._until(cast.control, lambda s: s.state in searches, 90.0, "a drift verdict")
         after = await self._until(
-            cast.control, lambda s: s.state != "searching", 120.0, "the search's end"
+            cast.control,
+            lambda s: s.state != "searching",
+            self.settings.troupe.search_s,
+            "the search's end",
         )
         if after.state == "idle":
             if not await asyncio.to_thread(_candidates, cast.state):
@@ -311,6 +327,7 @@ class _Demo:
     ) -> Iterator[tuple[str, str]]:
         ready_s = cast.shadow.start_to_ready_s or 0.0
         if table is not None:
+            yield "old", self.settings.troupe.baseline
             pairs = len(table.swaps_s)
             yield (
                 "swap + revert",

@@ -97,10 +97,15 @@ class EngineProcess:
         url: str,
         log_file: Path,
         environment: Mapping[str, str] | None = None,
+        control: Path | None = None,
+        grace_s: float = 5.0,
     ) -> None:
+        """`control` is a socket without which it is not ready. After `grace_s` of SIGTERM what is
+        left of it is killed."""
         self.url = url
         self.log_file = log_file
         self.start_to_ready_s: float | None = None
+        self._control, self._grace_s = control, grace_s
         self._started_s = time.monotonic()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -125,7 +130,7 @@ class EngineProcess:
         return self._process.poll() is None
 
     def wait_ready(self, deadline_s: float = 120.0) -> float:
-        """Seconds from start to a 200 from `/health`. Raises `ProcessFailed` when it ends first or
+        """Seconds from start to ready. Raises `ProcessFailed` when it ends first or
         takes longer; the process is closed then."""
         while time.monotonic() < self._started_s + deadline_s:
             if not self.is_alive:
@@ -134,7 +139,7 @@ class EngineProcess:
                     f"engine for {self.url} ended with {self._process.returncode} before it was "
                     f"ready: {self.last_line()} (log: {self.log_file})"
                 )
-            if answers(f"{self.url}/health"):
+            if answers(f"{self.url}/health") and self._has_control:
                 self.start_to_ready_s = time.monotonic() - self._started_s
                 return self.start_to_ready_s
             time.sleep(0.05)
@@ -143,15 +148,19 @@ class EngineProcess:
             f"engine for {self.url} was not ready within {deadline_s:g} s (log: {self.log_file})"
         )
 
+    @property
+    def _has_control(self) -> bool:
+        return self._control is None or self._control.exists()
+
     def last_line(self) -> str:
         lines = self.log_file.read_text(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "it said nothing"
 
-    def close(self, grace_s: float = 5.0) -> None:
+    def close(self, grace_s: float | None = None) -> None:
         """End it and what it started. Twice is fine."""
         end_group(self.pid, signal.SIGTERM)
         try:
-            self._process.wait(grace_s)
+            self._process.wait(self._grace_s if grace_s is None else grace_s)
         except subprocess.TimeoutExpired:
             pass
         end_group(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The two engines of a search: one to try things on, and the float64 one that knows the truth."""
+"""The two engines of a search: one to try things on, and the exact one that knows the truth."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Self
 
 from compiler.launch import LaunchPlan
 from engines.engine import EngineGone
+from engines.host import socket_path
 from engines.remote import RemoteEngine, control_address
 from sidecar.supervisor import EngineProcess, ProcessFailed, as_command, free_port
 
 TRIAL_KEY = "TRIMTAB_TRIAL_KEY"
-READY_S = 180.0
 
 
 class TuningEngines:
@@ -27,8 +27,8 @@ class TuningEngines:
         self._reference = self._start(reference, "reference", {})
         self._tuning = self._start_tuning()
         try:
-            self._reference.wait_ready(READY_S)
-            self._tuning.wait_ready(READY_S)
+            self._reference.wait_ready(plan.ready_s)
+            self._tuning.wait_ready(plan.ready_s)
         except ProcessFailed:
             self.close()
             raise
@@ -64,7 +64,7 @@ class TuningEngines:
         _end(self._tuning)
         self._tuning = self._start_tuning()
         try:
-            self._tuning.wait_ready(READY_S)
+            self._tuning.wait_ready(self._plan.ready_s)
         except ProcessFailed as e:
             raise EngineGone(str(e)) from e
         return self.tuning_address
@@ -78,10 +78,11 @@ class TuningEngines:
         return self._start(self._plan.tuning(free_port()), "tuning", secret)
 
     def _start(self, plan: LaunchPlan, name: str, environment: Mapping[str, str]) -> EngineProcess:
-        log_file = self._logs / f"{name}.log"
-        return EngineProcess(as_command(plan.words), plan.url, log_file, environment)
+        command, log_file = as_command(plan.words), self._logs / f"{name}.log"
+        control = socket_path(control_address(plan.url))
+        return EngineProcess(command, plan.url, log_file, environment, control, plan.grace_s)
 
 
 def _end(process: EngineProcess) -> None:
     process.close()
-    Path(control_address(process.url).removeprefix("unix:")).unlink(missing_ok=True)  # if killed
+    socket_path(control_address(process.url)).unlink(missing_ok=True)  # if it was killed

@@ -1,5 +1,5 @@
 """What every test shares: one torch thread, and no blocking call on an event loop. Tests with a
-real vLLM run where TRIMTAB_VLLM_ENV names its environment, as `make test-vllm` does."""
+real vLLM run where REAL_VLLM_ENV names its environment, as `make test-vllm` does."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _no_blocking_calls() -> Iterator[BlockBuster]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("TRIMTAB_VLLM_ENV"):
+    if os.environ.get("REAL_VLLM_ENV"):
         return
     for item in items:
         if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.skip(reason="TRIMTAB_VLLM_ENV is not set"))
+            item.add_marker(pytest.mark.skip(reason="REAL_VLLM_ENV is not set"))

@@ -228,7 +228,10 @@ MODULES: dict[str, dict[str, Any]] = {
         "CustomOp": CustomOp,
         "get_cached_compilation_config": get_cached_compilation_config,
     },
-    "vllm.forward_context": {"get_forward_context": get_forward_context},
+    "vllm.forward_context": {
+        "get_forward_context": get_forward_context,
+        "set_forward_context": lambda *_, **__: contextlib.nullcontext(),
+    },
     "vllm.compilation.monitor": {
         "set_cudagraph_capturing_enabled": capturing.set_cudagraph_capturing_enabled
     },

@@ -66,6 +66,8 @@ def until(true: Callable[[], Any], within_s: float = 30.0) -> Any:
 
 # --- without anything running ---------------------------------------------------------------------
 
+SGLANG = "python -m sglang.launch_server --model m"
+
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
@@ -77,7 +79,9 @@ def until(true: Callable[[], Any], within_s: float = 30.0) -> Any:
         (["engine", "embedded", "--model", "/nope"], 1, "/nope"),
         (["explain", "c-0001"], 2, "holds no state"),
         (["verify", "/nope.json"], 2, "cannot be read"),
-        (["compile", "--launch", "vllm serve m", "--workload", "-"], 2, "embedded engines only"),
+        (["compile", "--launch", SGLANG, "--workload", "-"], 2, "SGLang launches are recognised"),
+        (["compile", "--launch", "vllm serve m --port x", "--workload", "-"], 2, "--port is 'x'"),
+        (["demo", "--engine", "vllm", "--vllm", "/nope/vllm"], 2, "make demo-vllm"),
         (["compile", "--launch", "trimtab engine embedded"], 2, "nothing to be fast for"),
     ],
 )

@@ -31,7 +31,7 @@ from compiler.agents.rewrites import (
 )
 from engines.embedded.engine import EmbeddedEngine, EngineSettings
 from engines.embedded.model import FusedMoE, LlamaMLP
-from engines.engine import STOCK, Portfolio, Replay, Scope, sign
+from engines.engine import STOCK, Guard, Portfolio, Replay, Scope, sign
 from engines.inside.forward import Forwards
 from profiler.reservoir import Workload, WorkloadKind, WorkloadRequest
 
@@ -106,9 +106,12 @@ def test_everything_at_once_leaves_the_outputs_alone(engine: EmbeddedEngine) -> 
     assert gap(engine, portfolio(*both, *firsts), WORKLOADS["mixed"]) < REORDERED
 
 
-def test_one_rewrite_can_stand_in_a_portfolio_twice(engine: EmbeddedEngine) -> None:
-    twice = (idea(GROUPED, GROUPED.first(), g) for g in (DECODE, PREFILL))
-    assert gap(engine, portfolio(*twice), WORKLOADS["four"]) < REORDERED
+def test_one_rewrite_can_stand_in_a_portfolio_more_than_once(
+    engine: EmbeddedEngine,
+) -> None:
+    guards = (Guard(1, 8), DECODE, PREFILL)
+    thrice = (idea(GROUPED, GROUPED.first(), guard) for guard in guards)
+    assert gap(engine, portfolio(*thrice), WORKLOADS["four"]) < REORDERED
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from compiler.bench import Bench, Hardware, SearchOver, headroom
 from compiler.candidates import Candidate, Event, Stage
 from compiler.gate import Trial
 from compiler.judge import VerdictVoid
-from compiler.launch import LaunchError, LaunchPlan, parse
 from compiler.search import MAX_JUDGE_FAILURES, MAX_STRIKES, SearchBudget
 from engines.engine import EngineGone, Portfolio
 
@@ -309,7 +308,8 @@ def test_a_search_does_not_see_another_searchs_candidates() -> None:
 
 # --- the built-in agent ---------------------------------------------------------------------------
 
-QWEN = ("RMSNorm", "Qwen3MoeSparseMoeBlock", "Attention", "Qwen3MoeAttention")
+QWEN = ("RMSNorm", "Qwen3MoeSparseMoeBlock", "FusedMoE", "Attention", "Qwen3MoeAttention")
+DENSE = ("LlamaMLP", "MergedColumnParallelLinear", "RowParallelLinear")
 
 
 class ByClass(FakeJudge):
@@ -359,9 +359,9 @@ def test_what_is_lost_in_noise_alone_is_tried_in_company() -> None:
 
 def test_the_agent_leaves_out_classes_that_the_model_does_not_have() -> None:
     store = MemoryStore()
-    search(FakeJudge(), SearchAgent(), store=store, engines=FakeEngines(("LlamaMLP",)))
+    search(FakeJudge(), SearchAgent(), store=store, engines=FakeEngines(DENSE))
     targets = {t for c in store.candidates() for f in c.change.forwards for t, _ in f.targets}
-    assert targets == {"cls:LlamaMLP"}
+    assert targets == {"cls:LlamaMLP", "cls:RowParallelLinear"}
 
 
 def test_the_agent_starts_where_there_is_most_headroom() -> None:
@@ -418,39 +418,3 @@ def test_headroom_is_a_share_of_a_step_for_each_class_that_can_be_swapped() -> N
     found = headroom(FakeEngine(), workload(), Hardware(1e10, 1e10))
     assert {"RMSNorm", "LlamaMLP", "LlamaAttention"} <= set(found)
     assert all(0.0 <= share <= 1.0 for share in found.values())
-
-
-# --- launch ---------------------------------------------------------------------------------------
-
-
-def test_a_launch_command_is_read_and_written_again() -> None:
-    plan = parse("trimtab engine embedded --model DIR --dtype=float32 --port 8000 --threads 2")
-    assert plan == LaunchPlan("DIR", "float32", port=8000, rest=("--threads", "2"))
-    assert parse(plan.line) == plan
-
-
-def test_the_reference_is_the_same_model_in_float64_on_loopback() -> None:
-    plan = parse("python -m sidecar engine embedded --model DIR --host 0.0.0.0 --threads 2")
-    assert plan.reference(9001) == LaunchPlan("DIR", "float64", port=9001, rest=("--threads", "2"))
-
-
-def test_the_tuning_engine_keeps_the_users_dtype() -> None:
-    plan = parse(["trimtab", "engine", "embedded", "--dtype", "bfloat16"]).tuning(9002)
-    assert (plan.dtype, plan.url) == ("bfloat16", "http://127.0.0.1:9002")
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("vllm serve m", "vLLM launches are recognised"),
-        ("/opt/bin/vllm serve m", "vLLM"),
-        ("python -m sglang.launch_server", "SGLang"),
-        ("sleep 5", "starts no engine"),
-        ("trimtab engine embedded --port x", "--port is 'x'"),
-        ("trimtab engine embedded --model", "--model has no value"),
-        ("trimtab 'engine", "no command line"),
-    ],
-)
-def test_a_launch_that_cannot_be_used_says_why(command: str, says: str) -> None:
-    with pytest.raises(LaunchError, match=says):
-        parse(command)

@@ -539,7 +539,7 @@ def test_an_engine_that_hangs_is_not_waited_for(start: Start) -> None:
 
 @pytest.mark.vllm
 def test_a_real_vllm_says_no_to_an_unknown_flag(tmp_path: Path) -> None:
-    program = f"{os.environ['TRIMTAB_VLLM_ENV']}/bin/vllm"
+    program = f"{os.environ['REAL_VLLM_ENV']}/bin/vllm"
     ours = command(tmp_path, program, "serve", "m", "--nope", "--port", str(free_port()))
     _, err = ours.communicate(timeout=100)
     assert ours.returncode == 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import Template
 
-from engines.engine import ForwardPass, Guard
+from engines.engine import CandidateError, ForwardPass, Guard
 
 Knobs = Mapping[str, str]
 
@@ -28,6 +28,19 @@ class Rewrite:
     knobs: Mapping[str, tuple[str, ...]]
     body: Callable[[Knobs], str]  # `prepare` and a function `forward`; $tag is unique to the file
     guards: tuple[Guard, ...]  # the batches to try it on first
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # see `fits`
+
+    def fits(self, source: Callable[[str], str]) -> bool:
+        """Whether the engine's modules are those that it was written for: each target of `needs`
+        is there, and its class says all those words. `source` is the bench's."""
+        targets = {f"cls:{self.cls}": (), **self.needs}
+        try:
+            return all(
+                all(word in text for word in words)
+                for text, words in ((source(target), words) for target, words in targets.items())
+            )
+        except CandidateError:
+            return False
 
     def settings(self) -> Iterator[Knobs]:
         """Every setting, the first choices first."""
@@ -62,7 +75,7 @@ class Idea:
     def source(self) -> str:
         low, high = self.guard.min_tokens, self.guard.max_tokens
         when = "" if self.guard == ALL else f'WHEN = {{"num_tokens": ({low}, {high})}}\n'
-        words = (self.rewrite.name, *(value for _, value in self.knobs), str(low))
+        words = (self.rewrite.name, *(value for _, value in self.knobs), str(low), str(high))
         tag = re.sub(r"\W+", "_", "_".join(words))
         body = Template(self.rewrite.body(dict(self.knobs))).substitute(tag=tag)
         return f'TARGETS = {{"cls:{self.rewrite.cls}": "forward"}}\n{when}\n{body.strip()}\n'
@@ -269,7 +282,7 @@ def _dense(knobs: Knobs) -> str:
             "times13": "F.linear(hidden_states, self.w13_$tag)",
             "times2": "F.linear(act, self.w2_$tag)",
         }
-    return _filled(_MOE_DENSE + "\n" + _ROUTE, words)
+    return filled(_MOE_DENSE + "\n" + _ROUTE, words)
 
 
 def _sparse(template: str) -> Callable[[Knobs], str]:
@@ -279,17 +292,18 @@ def _sparse(template: str) -> Callable[[Knobs], str]:
             turned += ".contiguous()"
         words = {"pack13": turned.format("w13"), "pack2": turned.format("w2")}
         words["combine"] = _COMBINE[knobs.get("combine", "add")]
-        return _filled(template + "\n" + _ROUTE, words)
+        return filled(template + "\n" + _ROUTE, words)
 
     return body
 
 
-def _filled(template: str, words: Mapping[str, str]) -> str:
+def filled(template: str, words: Mapping[str, str]) -> str:
     return Template(template).safe_substitute(words)
 
 
 _PACKING = ("transposed", "as-stored")
 _BLOCK = "Qwen3MoeSparseMoeBlock"
+_STACKED = {"cls:FusedMoE": ("w13_weight", "top_k", "renormalize")}  # not packed by a kernel
 
 GROUPED = Rewrite(
     "experts by sorted tokens",
@@ -297,13 +311,24 @@ GROUPED = Rewrite(
     {"packing": _PACKING, "combine": ("add", "unsort")},
     _sparse(_MOE_GROUPED),
     (PREFILL, DECODE),
+    _STACKED,
 )
-DENSE = Rewrite("all experts at once", _BLOCK, {"packing": _PACKING}, _dense, (DECODE,))
+DENSE = Rewrite("all experts at once", _BLOCK, {"packing": _PACKING}, _dense, (DECODE,), _STACKED)
 LOOP = Rewrite(
-    "active experts in a loop", _BLOCK, {"packing": _PACKING}, _sparse(_MOE_LOOP), (PREFILL,)
+    "active experts in a loop",
+    _BLOCK,
+    {"packing": _PACKING},
+    _sparse(_MOE_LOOP),
+    (PREFILL,),
+    _STACKED,
 )
 GATHER = Rewrite(
-    "weights gathered by token", _BLOCK, {"packing": _PACKING}, _sparse(_MOE_GATHER), (DECODE,)
+    "weights gathered by token",
+    _BLOCK,
+    {"packing": _PACKING},
+    _sparse(_MOE_GATHER),
+    (DECODE,),
+    _STACKED,
 )
 
 # --- attention ------------------------------------------------------------------------------------
@@ -420,15 +445,17 @@ def _attention(knobs: Knobs) -> str:
         "decode": _DECODES[knobs["decode"]],
         "prefill": _PREFILLS[knobs["prefill"]],
     }
-    return _filled(_ATTENTION, words)
+    return filled(_ATTENTION, words)
 
 
+_STEPWISE = {"cls:Attention": ("step()",)}  # it reads the step view, which costs nothing then
 ATTENTION = Rewrite(
     "attention",
     "Attention",
     {"decode": ("grouped", "gqa", "products"), "prefill": ("gqa", "blocks")},
     _attention,
     (ALL,),
+    _STEPWISE,
 )
 
 # --- what surrounds it ----------------------------------------------------------------------------
@@ -488,7 +515,7 @@ _ROTATIONS = {
 
 def _heads(knobs: Knobs) -> str:
     words = {"moment": _MOMENTS[knobs["moment"]], "rotate": _ROTATIONS[knobs["rotation"]]}
-    return _filled(_HEADS, words)
+    return filled(_HEADS, words)
 
 
 HEADS = Rewrite(
@@ -497,6 +524,7 @@ HEADS = Rewrite(
     {"rotation": ("whole", "halves"), "moment": ("length", "mean")},
     _heads,
     (ALL,),
+    _STEPWISE,
 )
 
 # --- linear layers --------------------------------------------------------------------------------
@@ -550,14 +578,31 @@ def _mlp(knobs: Knobs) -> str:
 
 
 def _packed(cls: str, name: str) -> Rewrite:
-    return Rewrite(name, cls, {}, lambda knobs: _LINEAR, (ALL,))
+    return Rewrite(name, cls, {}, lambda knobs: _LINEAR, (ALL,), _raw(cls))
+
+
+def _raw(*classes: str) -> dict[str, tuple[str, ...]]:
+    """Linear layers that hold their weight as it was loaded; vLLM packs it away on a CPU."""
+    return {f"cls:{cls}": ("(Linear)",) for cls in classes}
 
 
 QKV = _packed("QKVParallelLinear", "packed queries, keys, values")
 OUTPUT = _packed("RowParallelLinear", "packed output projection")
-MLP = Rewrite("gated MLP", "LlamaMLP", {"packing": _PACKING}, _mlp, (ALL,))
+MLP = Rewrite(
+    "gated MLP",
+    "LlamaMLP",
+    {"packing": _PACKING},
+    _mlp,
+    (ALL,),
+    _raw("MergedColumnParallelLinear", "RowParallelLinear"),
+)
 BF16 = Rewrite(  # rounds more than stock does: an honest gate turns it down
-    "bfloat16 queries, keys, values", "QKVParallelLinear", {}, lambda knobs: _LINEAR_BF16, (ALL,)
+    "bfloat16 queries, keys, values",
+    "QKVParallelLinear",
+    {},
+    lambda knobs: _LINEAR_BF16,
+    (ALL,),
+    _raw("QKVParallelLinear"),
 )
 
 REWRITES = (GROUPED, DENSE, HEADS, ATTENTION, NORM, MLP, BF16, QKV, LOOP, GATHER, OUTPUT)

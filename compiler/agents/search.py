@@ -21,11 +21,13 @@ from compiler.agents.rewrites import (
     batches,
     idea,
 )
+from compiler.agents.vllm_rewrites import VLLM_REWRITES
 from compiler.bench import Agent, Bench, Remaining, Verdict
 from compiler.candidates import Event, Stage
-from engines.engine import CandidateError, ForwardPass, Guard, Portfolio
+from engines.engine import ForwardPass, Guard, Portfolio
 
 GUARDS = (DECODE, PREFILL, ALL, Guard(1, 8), Guard(9), Guard(1, 32), Guard(33))
+KNOWN = (*VLLM_REWRITES, *REWRITES)
 OPENING_SHARE = 0.5  # of the budget, for single rewrites before they are composed
 
 Slot = tuple[str, Guard]
@@ -46,13 +48,13 @@ class SearchAgent:
 
     name = "search"
 
-    def __init__(self, seed: int = 0, rewrites: Sequence[Rewrite] = REWRITES) -> None:
+    def __init__(self, seed: int = 0, rewrites: Sequence[Rewrite] = KNOWN) -> None:
         self._seed, self._rewrites = seed, rewrites
 
     def run(self, bench: Bench) -> None:
         """Until there is nothing left to try. Lets `SearchOver` pass."""
         found = _Findings(random.Random(self._seed), total=bench.remaining())
-        rewrites = [r for r in self._rewrites if _exists(r, bench)]
+        rewrites = [r for r in self._rewrites if r.fits(bench.source)]
         for opening in _openings(rewrites, bench):
             if _share_left(bench, found.total) <= 1 - OPENING_SHARE:
                 break
@@ -70,7 +72,7 @@ class NoEffectAgent:
 
     def run(self, bench: Bench) -> None:
         for rewrite in NOTHING:
-            if _exists(rewrite, bench):
+            if rewrite.fits(bench.source):
                 _tried(bench, idea(rewrite, rewrite.first(), rewrite.guards[0]))
 
 
@@ -114,13 +116,6 @@ def _keep_better(slots: dict[Slot, tuple[Idea, Verdict]], one: Idea, verdict: Ve
         return False
     slots[one.slot] = one, verdict
     return True
-
-
-def _exists(rewrite: Rewrite, bench: Bench) -> bool:
-    try:
-        return bool(bench.source(f"cls:{rewrite.cls}"))
-    except CandidateError:
-        return False
 
 
 def _openings(rewrites: Sequence[Rewrite], bench: Bench) -> Iterator[Idea]:

@@ -112,6 +112,8 @@ HOOKS: tuple[Hook, ...] = (
          parameters=("grammar_output",)),
     Hook("uncompiled steps", "vllm.compilation.decorators", "_support_torch_compile.__call__",
          "run a portfolio's steps uncompiled", tests=("self.do_not_compile",)),
+    Hook("module calls", "vllm.forward_context", "set_forward_context", "call one module alone",
+         parameters=("attn_metadata", "vllm_config", "num_tokens")),
     Hook("step view", "vllm.forward_context", "get_forward_context",
          "show a forward pass its step"),
     Hook("step view", "vllm.forward_context", "ForwardContext", "show a forward pass its step",

@@ -68,6 +68,7 @@ class Door:
         self._turn = asyncio.Lock()
         self._num_steps: int | None = None  # the workers' live ones, when no KV was left last
         self._num_swaps = 0
+        self._about: wire.Message = {}  # an idle engine's own account; its workers are left alone
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
@@ -123,7 +124,12 @@ class Door:
                 return await self._flip(message)
             if message["do"] in REPLAYS:
                 return await self._replay(message)
-            return {**await self._workers(message), **_gauges()}
+            if message["do"] == "info" and self._about and not self._num_pending():
+                return dict(self._about)
+            reply = {**await self._workers(message), **_gauges()}
+            if message["do"] in ("attach", "info") and "error" not in reply:
+                self._about = reply
+            return reply
 
     def _num_pending(self) -> int:
         return int(self._engine.output_processor.get_num_unfinished_requests())
@@ -174,6 +180,9 @@ class Door:
         ranks = await self._every_rank({**message, "swap_id": self._num_swaps})
         failed = [i for i, rank in enumerate(ranks) if "error" in rank]
         if not failed:
+            for name in ("digest", "previous_digest"):
+                if self._about and name in ranks[0]:
+                    self._about[name] = ranks[0][name]
             fingerprints = [r["fingerprint"] for r in ranks if "fingerprint" in r]
             return {**ranks[0], "num_ranks": len(ranks), "fingerprints": fingerprints}
         if message["do"] == "swap" and len(failed) < len(ranks):

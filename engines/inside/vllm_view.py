@@ -19,7 +19,14 @@ Caches = tuple[torch.Tensor, torch.Tensor]
 
 def view_of(runner: Any, num_tokens: int) -> Callable[[], StepView]:
     """What `step()` answers with in a step of `num_tokens`."""
-    return lambda: _view(runner, num_tokens)
+    made: list[StepView] = []
+
+    def view() -> StepView:
+        if not made:
+            made.append(_view(runner, num_tokens))
+        return made[0]
+
+    return view
 
 
 def _view(runner: Any, num_tokens: int) -> StepView:

@@ -103,6 +103,7 @@ class Inside:
             self._model, int(os.environ.get(EXPERT_COUNTS, "0")), self._vllm.max_num_tokens
         )
         self._replayer = Replayer(self._vllm)
+        self._finite = Finite(worker.device)
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._num_steps = 0
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
@@ -152,8 +153,11 @@ class Inside:
         if self._forwards.current.faults:
             self._graphs.fall_back()
         self._graphs.before_step(scheduler_output.num_scheduled_tokens)
-        with self._running(scheduler_output.total_num_scheduled_tokens):
-            return self._execute(scheduler_output, *args, **kwargs)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        with self._running(num_tokens):
+            out = self._execute(scheduler_output, *args, **kwargs)
+        self._finite.note(self._runner, num_tokens)
+        return out
 
     def _plain_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._forwards.current.faults:
@@ -196,7 +200,9 @@ class Inside:
         self._uncompiled.set(self._serves(num_tokens, num_tokens))
         try:
             with running(num_tokens, vllm_view.view_of(self._runner, num_tokens)):
-                return self._execute(scheduler_output, *args, **kwargs)
+                out = self._execute(scheduler_output, *args, **kwargs)
+            self._finite.note(self._runner, num_tokens)
+            return out
         except Exception as e:
             if current.faults or not self._serves(num_tokens, num_tokens):
                 raise
@@ -334,7 +340,9 @@ class Inside:
                 raise Fault(f"a step of {num_tokens} tokens gives numbers that are not finite")
 
     def _select(self) -> None:
-        """Graphs of what runs now; captured where they are missing."""
+        """Graphs of what runs now; captured where they are missing. What ran before leaves no
+        number in the KV cache that a mask does not undo."""
+        self._finite.clean(self._worker.vllm_config)
         self._uncompiled.set(False)  # until a step is served
         with self._quiet():
             self._graphs.select(self._forwards.current.serial, self._serves)
@@ -361,9 +369,10 @@ class Inside:
         return self._swapped(started_s, 0.0)
 
     def _swapped(self, started_s: float, load_s: float) -> wire.Message:
-        current = self._forwards.current
+        current, previous = self._forwards.current, self._forwards.previous
         return {
             "digest": current.digest,
+            "previous_digest": None if previous is None else previous.digest,
             "num_modules": len(current.bounds),
             "load_s": load_s,
             "swap_s": time.monotonic() - started_s,
@@ -381,7 +390,8 @@ class Inside:
         tensors = [torch.from_numpy(np.array(a)).to(device) for a in message["inputs"]]
         tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
         try:
-            with self._quiet(), torch.inference_mode(), self._configured():
+            num_tokens = tensors[0].shape[0] if tensors else 1
+            with self._quiet(), torch.inference_mode(), self._configured(num_tokens):
                 out = module(*tensors)
         except Exception as e:
             raise CandidateError(f"{path} cannot be called: {type(e).__name__}: {e}") from e
@@ -469,10 +479,15 @@ class Inside:
             self._is_quiet = before
 
     @contextlib.contextmanager
-    def _configured(self) -> Iterator[None]:
+    def _configured(self, num_tokens: int) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
+        from vllm.forward_context import set_forward_context
 
-        with set_current_vllm_config(self._worker.vllm_config):
+        config = self._worker.vllm_config
+        with (
+            set_current_vllm_config(config),
+            set_forward_context(None, config, num_tokens=num_tokens),
+        ):
             yield
 
 
@@ -486,6 +501,33 @@ def _check_hooks(is_v2: bool) -> str:
             f"vLLM {findings.version} lacks what Trimtab hooks into: " + "; ".join(missing)
         )
     return findings.version
+
+
+class Finite:
+    """Whether all that a portfolio computed were numbers. Where they were not, the KV cache holds
+    more of the kind, and behind a sequence's end a mask does not undo a NaN: it goes with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+
+    def note(self, runner: Any, num_tokens: int) -> None:
+        """After a step, padding left out: two small kernels, and nobody waits for them."""
+        state = getattr(runner, "execute_model_state", None)
+        hidden_states = getattr(state, "hidden_states", None)
+        if isinstance(hidden_states, torch.Tensor):
+            total = hidden_states[:num_tokens].sum(dtype=torch.float32)
+            self._sum.add_(total, alpha=0.0)
+
+    def clean(self, vllm_config: Any) -> None:
+        """Before another forward runs, with nothing in the cache that is still needed."""
+        if bool(torch.isfinite(self._sum)):
+            return
+        self._sum.zero_()
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            cache = getattr(layer, "kv_cache", None)
+            for part in cache if isinstance(cache, list | tuple) else [cache]:
+                if isinstance(part, torch.Tensor):
+                    part.zero_()
 
 
 class Step:

@@ -115,6 +115,9 @@ def vllm(
     ready_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds that vLLM has until it serves.")
     ] = 900.0,
+    call_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until a call that hangs ends the engine.")
+    ] = 60.0,
 ) -> None:
     """Start the launch command behind `--`, as in `trimtab engine vllm -- vllm serve MODEL`, and
     make it swappable, until SIGTERM. Nothing of Trimtab is installed into vLLM's environment."""
@@ -135,7 +138,7 @@ def vllm(
         except VllmLaunchError as e:
             raise EngineFailed(str(e)) from e
         try:
-            _control(command, process, key, scope, ready_timeout)
+            _control(command, process, key, scope, ready_timeout, call_timeout)
         except VllmLaunchError as e:
             raise EngineFailed(str(e)) from e
         finally:
@@ -169,15 +172,20 @@ def _until_signal() -> Iterator[None]:
 
 
 def _control(
-    command: VllmCommand, process: VllmProcess, key: bytes, scope: str, timeout_s: float
+    command: VllmCommand,
+    process: VllmProcess,
+    key: bytes,
+    scope: str,
+    within_s: float,
+    call_s: float,
 ) -> None:
     """Once vLLM is ready: attach to it, open the control socket, and wait for an end."""
     from engines.engine import Scope
     from engines.vllm_adapter import VllmEngine, VllmUnsupported
 
-    ready_s = process.wait_ready(timeout_s)
+    ready_s = process.wait_ready(within_s)
     try:
-        engine = VllmEngine(process.socket, key, Scope(scope), ready_s)
+        engine = VllmEngine(process.socket, key, Scope(scope), ready_s, call_s)
     except (VllmUnsupported, OSError) as e:  # EngineGone is one of the latter
         raise EngineFailed(f"Trimtab cannot attach to this vLLM: {e}") from e
     try:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, TextIO
 
 import structlog
@@ -87,16 +88,23 @@ def demo(
     agent: Annotated[str, typer.Option(help="search, or no-effect for one that cannot win.")] = (
         "search"
     ),
-    budget: Annotated[str, typer.Option(help="Of the search, such as 65s.")] = "65s",
+    budget: Annotated[str, typer.Option(help="Of the search, such as 65s.")] = "",
+    engine: Annotated[str, typer.Option(help="embedded; or vllm, in about eight minutes.")] = (
+        "embedded"
+    ),
+    vllm: Annotated[
+        Path | None,
+        typer.Option(help="vLLM's program; that of .venv-vllm, else of PATH, by default."),
+    ] = None,
     keep: Annotated[str, typer.Option(help="Keep state and logs in this folder.")] = "",
 ) -> int:
     """The whole loop on this machine, in about three minutes."""
-    from pathlib import Path
-
     from sidecar.demo import DemoSettings, run
+    from sidecar.troupe import troupe_named
 
     logging.getLogger().setLevel(logging.WARNING)
-    return run(DemoSettings(seed, agent, budget, Path(keep) if keep else None))
+    troupe = troupe_named(engine, vllm)
+    return run(DemoSettings(troupe, seed, agent, budget, Path(keep) if keep else None))
 
 
 for _commands in (processes, engine, compile_command, operate, judged, settings):
