@@ -1,9 +1,10 @@
 """The user's own vLLM launch command, started with our two hooks and nothing else changed.
 
 `parse` and `explain` are pure; `check` looks at this machine; `VllmProcess` owns the process. What
-is added to the command: a worker extension, a middleware, a folder in front of PYTHONPATH that
-holds `engines/inside` alone, and the path of the unix socket that the middleware opens. Where the
-user names no host, vLLM would listen on every interface: ours is then 127.0.0.1.
+is added to the command: a worker extension, a middleware, cached tokens in `usage`, a folder in
+front of PYTHONPATH that holds `engines/inside` alone, and the path of the unix socket that the
+middleware opens. Where the user names no host, vLLM would listen on every interface: ours is then
+127.0.0.1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import psutil
 EXTENSION = "engines.inside.vllm_worker.Extension"
 MIDDLEWARE = "engines.inside.vllm_server.Middleware"
 INSIDE = "TRIMTAB_INSIDE"  # the socket's path, for the middleware
+DETAILS = "--enable-prompt-tokens-details"  # `usage.prompt_tokens_details` in every answer
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8000
 MAX_SOCKET_BYTES = 107  # sun_path
@@ -110,7 +112,7 @@ def parse(
     _refuse_unsupported(flags, settings)
     host, port = flags.get("--host", LOOPBACK), _port(flags.get("--port", str(DEFAULT_PORT)))
     return VllmCommand(
-        words=(*rest, *_ours("--host" in flags)),
+        words=(*rest, *_ours("--host" in flags), *_details(arguments)),
         environment=tuple(given.items()),
         model=_model(arguments, flags),
         host=host,
@@ -123,6 +125,13 @@ def parse(
 def _ours(has_host: bool) -> tuple[str, ...]:
     host = () if has_host else ("--host", LOOPBACK)
     return (*host, "--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE)
+
+
+def _details(arguments: Sequence[str]) -> tuple[str, ...]:
+    """vLLM keeps what came from its prefix cache to itself unless it is asked; a profile needs it.
+    Who said yes or no is left alone."""
+    said = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    return () if said & {DETAILS, f"--no-{DETAILS[2:]}"} else (DETAILS,)
 
 
 def _assignments(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -31,7 +31,8 @@ from engines.vllm_launch import (
 from sidecar.commands.engine import EngineFailed, _watch
 from sidecar.supervisor import free_port, our_command
 
-OURS = ("--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE)
+HOOKS = ("--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE)
+OURS = (*HOOKS, "--enable-prompt-tokens-details")
 HERE = ("--host", "127.0.0.1")
 
 
@@ -68,6 +69,8 @@ def test_the_model_and_the_url_are_read(line: str, model: str, url: str) -> None
 def test_our_flags_come_last_and_a_host_is_added_where_none_was_given() -> None:
     assert read("vllm serve m").words == ("vllm", "serve", "m", *HERE, *OURS)
     assert read("vllm serve m --host h").words == ("vllm", "serve", "m", "--host", "h", *OURS)
+    no = "--no-enable-prompt-tokens-details"
+    assert read(f"vllm serve m {no}").words == ("vllm", "serve", "m", no, *HERE, *HOOKS)
 
 
 def test_the_users_middleware_stays() -> None:

@@ -170,7 +170,7 @@ class Inside:
         """Its output, and the experts' counts."""
         if self._forwards.current.faults:
             self._graphs.fall_back()
-        num_tokens = scheduler_output.total_num_scheduled_tokens
+        num_tokens, from_graph = scheduler_output.total_num_scheduled_tokens, False
         self._routed.start(num_tokens)
         try:
             with self._deadline():
