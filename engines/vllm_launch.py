@@ -33,6 +33,8 @@ from typing import BinaryIO
 
 import psutil
 
+from engines.inside import vllm_hooks
+
 EXTENSION = "engines.inside.vllm_worker.Extension"
 MIDDLEWARE = "engines.inside.vllm_server.Middleware"
 INSIDE = "TRIMTAB_INSIDE"  # the socket's path, for the middleware
@@ -40,6 +42,9 @@ DETAILS = "--enable-prompt-tokens-details"  # `usage.prompt_tokens_details` in e
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8000
 MAX_SOCKET_BYTES = 107  # sun_path
+WHERE = "import importlib.util as u; print(*u.find_spec('vllm').submodule_search_locations)"
+NUM_MISSING = 4  # hooks that are named
+WHERE_S = 20.0  # to find vLLM's folder: importing nothing, it takes a twentieth of a second
 NUM_LINES = 400  # of vLLM's output, to say why it ended: three processes' traces follow the cause
 POLL_S = 0.1
 SOCKET_S = 15.0  # from the first healthy answer to our socket
@@ -313,6 +318,48 @@ def check(command: VllmCommand, environment: Mapping[str, str]) -> None:
     _check_hidden(command)
     _check_model(command)
     _check_port(command.host, command.port)
+    _check_version(command, environment)
+
+
+def _check_version(command: VllmCommand, environment: Mapping[str, str]) -> None:
+    """The files of the vLLM that it will run are searched for our hooks, where they can be found
+    without running it; the worker looks again."""
+    site = _site(command, environment)
+    if site is None:
+        return
+    findings = vllm_hooks.probe_files(site)
+    if findings.missing:
+        first, num_more = findings.missing[:NUM_MISSING], len(findings.missing) - NUM_MISSING
+        more = f"; and {num_more} more" if num_more > 0 else ""
+        raise VllmLaunchError(
+            f"vLLM {findings.version} in {site} lacks what Trimtab hooks into: "
+            + "; ".join(first)
+            + more
+        )
+
+
+def _site(command: VllmCommand, environment: Mapping[str, str]) -> Path | None:
+    """The folder that holds its `vllm`; None when that takes more than asking its Python."""
+    program = Path(shutil.which(command.words[0], path=environment.get("PATH")) or "")
+    python = str(program)
+    if not PYTHON.fullmatch(program.name):
+        with contextlib.suppress(OSError, UnicodeDecodeError), program.open() as script:
+            python = script.readline(500).removeprefix("#!").strip()
+    if not PYTHON.fullmatch(Path(python).name):
+        return None
+    try:
+        found = subprocess.run(
+            [python, "-c", WHERE],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=WHERE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    folder = found.stdout.strip()
+    return Path(folder).parent if found.returncode == 0 and folder else None
 
 
 def _check_hidden(command: VllmCommand) -> None:

@@ -24,6 +24,7 @@ from engines.vllm_launch import (
     VllmCommand,
     VllmLaunchError,
     VllmProcess,
+    check,
     explain,
     inside_folder,
     parse,
@@ -528,6 +529,26 @@ def test_a_signal_during_the_start_ends_both(tmp_path: Path, vllm: Path, number:
     ours.communicate(timeout=30)
     assert ours.returncode == 0
     assert not running(vllm)
+
+
+@pytest.mark.parametrize("head", ["vllm serve", "{python} -m vllm.entrypoints.openai.api_server"])
+def test_a_vllm_without_our_hooks_is_refused_before_it_starts(tmp_path: Path, head: str) -> None:
+    old = tmp_path / "site" / "vllm"
+    old.mkdir(parents=True)
+    (old / "__init__.py").touch()
+    (old / "_version.py").write_text('__version__ = "0.10.2"\n')
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nraise SystemExit(0)\n")
+    program.chmod(0o755)
+    where = {"PATH": str(program.parent), "PYTHONPATH": str(old.parent)}
+    words = head.format(python=sys.executable).split()
+    model = ["--model", "m"] if len(words) > 2 else ["m"]
+    command = parse([*words, *model, "--port", str(free_port())], where)
+    with pytest.raises(VllmLaunchError, match=r"vLLM 0\.10\.2 in .*lacks") as refused:
+        check(command, where)
+    assert "0.26" in str(refused.value)
+    assert " is missing; needed to " in str(refused.value)
 
 
 class _Lost:
