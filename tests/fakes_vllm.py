@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from blockbuster import BlockBuster
 from torch import Tensor, nn
 
 from engines.engine import ForwardPass, Portfolio, Scope, sign
@@ -699,22 +698,6 @@ class GraphedRunner(V1):
 
 
 # --- the API process ------------------------------------------------------------------------------
-
-BLOCKS = {
-    "os.unlink": ("__aenter__", "__aexit__"),
-    "io.BufferedReader.read": ("_gauges",),
-    "os.listdir": ("_gauges",),
-}
-
-
-@pytest.fixture
-def door_may_block(_no_blocking_calls: BlockBuster) -> list[list[Any]]:
-    """Lists of what may; a test that clears them looks at just that."""
-    functions = _no_blocking_calls.functions
-    for name, where in BLOCKS.items():
-        functions[name].can_block_in("vllm_server.py", where)
-    return [functions[name].can_block_functions for name in BLOCKS]
-
 
 Rank = Callable[[wire.Message], wire.Message]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes_vllm import KEY, ExtendedWorker, FakeEngineClient
-from fakes_vllm import door_may_block as door_may_block
 from fakes_vllm import fake_vllm as fake_vllm
 
 from engines import vllm_adapter
@@ -311,7 +310,7 @@ def test_a_drain_waits_until_its_deadline(door: FakeDoor) -> None:
 
 
 @pytest.fixture
-def vllm(fake_vllm: None, door_may_block: object, tmp_path: Path) -> Iterator[Path]:
+def vllm(fake_vllm: None, tmp_path: Path) -> Iterator[Path]:
     """The socket of a server with one worker, in a process of its own as far as it can tell."""
     path, worker = tmp_path / "vllm.sock", ExtendedWorker(max_num_batched_tokens=32)
     client = FakeEngineClient(lambda m: wire.unpack(worker.trimtab(wire.pack(m))))

@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 from fakes_vllm import FakeEngineClient, Rank
-from fakes_vllm import door_may_block as door_may_block
 from prometheus_client import REGISTRY, Gauge
 
 from engines.inside import vllm_server, wire
 from engines.inside.vllm_server import SOCKET, Door, Middleware
 
 Message = wire.Message
-
-pytestmark = pytest.mark.usefixtures("door_may_block")
 
 
 @pytest.fixture
@@ -308,13 +305,6 @@ async def test_a_socket_that_a_dead_server_left_is_taken_over(left: Path) -> Non
         assert await h.ask("pending") == {"num_pending": 0}
 
 
-async def test_the_door_blocks_no_loop(left: Path, door_may_block: list[list[Any]]) -> None:
-    for functions in door_may_block:
-        functions.clear()
-    async with house(left):
-        pass
-
-
 @pytest.mark.parametrize(
     "noise",
     [
@@ -387,15 +377,6 @@ async def test_steps_come_with_vllm_s_own_gauges(path: Path, gauges: dict[str, G
             "num_running": 1.5,
             "kv_cache_usage": 2.5,
         }
-
-
-async def test_the_gauges_are_read_without_reading_files(
-    path: Path, door_may_block: list[list[Any]]
-) -> None:
-    async with house(path) as h:
-        for functions in door_may_block[1:]:
-            functions.clear()
-        assert "gauges" in await h.ask("steps")
 
 
 async def test_without_statistics_the_gauges_are_zero(path: Path) -> None:

@@ -33,7 +33,6 @@ from fakes_vllm import (
     serve,
     swap_message,
 )
-from fakes_vllm import door_may_block as door_may_block
 from fakes_vllm import fake_vllm as fake_vllm
 from fakes_vllm import make_worker as make_worker
 
@@ -739,7 +738,7 @@ def _answer(rank: ExtendedWorker, message: wire.Message) -> wire.Message:
 
 
 @pytest.fixture
-def ranks(make_worker: MakeWorker, door_may_block: list[list[Any]]) -> list[ExtendedWorker]:
+def ranks(make_worker: MakeWorker) -> list[ExtendedWorker]:
     """Two, which serve a portfolio that came after stock."""
     both = [make_worker(), make_worker()]
     for rank in both:
