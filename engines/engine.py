@@ -34,6 +34,13 @@ one after the other. Classes, attributes, arguments (shapes in brackets):
 
 `from engines.inside.step import step`: `step()` is the running step's `StepView`, in both worlds.
 
+In vLLM some of it lies elsewhere, by release: in 0.32 `experts` is a `MoERunner` with the router,
+and the weights are on its `routed_experts`. Weights are this rank's shards. A layer's KV cache has
+the layout of its attention backend: FlashAttention's and Triton's are shown as above, the CPU's
+raises. Under CUDA graphs `WHEN` is decided where a graph is captured: one of n tokens serves all
+batches down to the next smaller size, and is the forward pass's only if its guard lets all of them
+in; otherwise stock's graph serves them.
+
 Timing is nobody's business here: an engine runs steps and returns outputs; whoever holds the clock
 brackets the call.
 """
