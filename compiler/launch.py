@@ -16,7 +16,10 @@ VLLM_SERVERS = (  # what comes right before vLLM's own arguments
 SGLANG = "sglang.launch_server"
 LOOPBACK = "127.0.0.1"
 VLLM_PORT = 8000  # vLLM's own default
-OPTIONS_WITH_VALUE = ("--scope", "--ready-timeout")  # of `trimtab engine vllm`
+OPTIONS_WITH_VALUE = (  # of `trimtab engine vllm`
+    *("--scope", "--ready-timeout", "--call-timeout"),
+    "--expert-counts-every",
+)
 ROUNDING = ("--dtype", "--kv-cache-dtype")
 
 

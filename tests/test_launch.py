@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from compiler.launch import EmbeddedPlan, LaunchError, VllmPlan, parse
+from compiler.launch import OPTIONS_WITH_VALUE, EmbeddedPlan, LaunchError, VllmPlan, parse
+from sidecar.commands import engine
 
 
 def test_a_launch_command_is_read_and_written_again() -> None:
@@ -52,6 +55,14 @@ def test_a_bare_vllm_command_becomes_a_swappable_one(command: str) -> None:
     assert plan.words[:4] == ("trimtab", "engine", "vllm", "--")
     assert plan.words[4:] == tuple(command.removeprefix("trimtab engine vllm ").split())
     assert plan.url == "http://127.0.0.1:8000"
+
+
+def test_every_option_of_our_vllm_command_is_known() -> None:
+    named = inspect.signature(engine.vllm).parameters.keys() - {"context"}
+    assert {f"--{name.replace('_', '-')}" for name in named} == set(OPTIONS_WITH_VALUE)
+    plan = parse("trimtab engine vllm --call-timeout 9 -- vllm serve m")
+    assert isinstance(plan, VllmPlan)
+    assert (plan.options, plan.head) == (("--call-timeout", "9"), ("vllm", "serve"))
 
 
 def test_the_vllm_tuning_engine_differs_in_port_and_scope_only() -> None:
