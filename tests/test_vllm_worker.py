@@ -704,6 +704,14 @@ def test_no_graph_is_captured_while_stock_answers_for_a_portfolio(
     assert (reply["error"], graphs(graphed).captured) == ("candidate", [])
 
 
+def test_a_graph_in_whose_capture_a_forward_faulted_is_not_kept(graphed: ExtendedWorker) -> None:
+    serve(graphed, [1], 2)  # size 1 is in use; 2 is captured when it comes
+    graphed.swap(RAISES.replace("== 3", "== 2"))
+    two = [{"prompt": [1], "output": [1, 2, 3]}] * 2
+    reply = graphed.ask("replay", requests=two, max_concurrency=2, num_layers=None, rows=True)
+    assert (reply["error"], 2 in graphs(graphed).names) == ("candidate", False)
+
+
 def test_a_counted_step_counts_its_own_tokens_only(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

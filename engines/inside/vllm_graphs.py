@@ -190,11 +190,16 @@ class Graphs:
 
     def _try_capture(self, now: _Resident, descriptor: Descriptor) -> None:
         """In the middle of traffic: without a graph, steps of this size run all the same."""
+        size = descriptor.num_tokens
+        is_served = self._serves(size, size)
         try:
             self._capture(now, [descriptor])
+            if self._serves(size, size) != is_served:
+                raise Fault("it faulted there, and the graph is stock's")
         except Exception:
-            log.exception("no graph of %d tokens", descriptor.num_tokens)
-            now.lazy.pop(descriptor.num_tokens, None)
+            log.exception("no graph of %d tokens", size)
+            now.lazy.pop(size, None)
+            now.calls.pop(size, None)
             now.graphs.graphs.pop(descriptor, None)
             self._runner.install(now.graphs)
 
