@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from engines.inside import wire
 
 SOCKET = "TRIMTAB_INSIDE"
@@ -211,8 +213,6 @@ async def _paused(core: Any, clear: bool) -> None:
 
 def _gauges() -> wire.Message:
     """vLLM's own, of its first engine; zero where its statistics are off."""
-    from prometheus_client import REGISTRY
-
     registry = REGISTRY.restricted_registry(list(GAUGES.values()))
     found = {}
     for ours, theirs in GAUGES.items():

@@ -37,10 +37,10 @@ class Uncompiled:
         return bool(self._models)
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Within, the model runs uncompiled. May be nested."""
+    def __call__(self, on: bool = True) -> Iterator[None]:
+        """Within, the model runs uncompiled, or as vLLM compiled it. May be nested."""
         before = self._is_on
-        self.set(True)
+        self.set(on)
         try:
             yield
         finally:

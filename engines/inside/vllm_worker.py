@@ -108,6 +108,7 @@ class Inside:
         self._num_steps = 0
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         self._is_quiet = False  # a replay or a smoke run: no live step
+        self._is_cut = False  # only the first layers run, which is nothing that was compiled
         self._step_deadline_s = float(os.environ.get(STEP_DEADLINE, "20"))
         self._swap_id: int | None = None  # the last one that this rank took
         self._key, self._scope = b"", Scope.SERVE
@@ -218,12 +219,9 @@ class Inside:
     def _running(self, num_tokens: int) -> Iterator[None]:
         """A step of so many scheduled tokens, compiled or not, with what it may be asked."""
         view = vllm_view.view_of(self._runner, num_tokens)
-        if self._serves(num_tokens, num_tokens):
-            with running(num_tokens, view), self._uncompiled():
-                yield
-        else:
-            with running(num_tokens, view):
-                yield
+        is_uncompiled = self._is_cut or self._serves(num_tokens, num_tokens)
+        with running(num_tokens, view), self._uncompiled(is_uncompiled):
+            yield
 
     def _serves(self, low: int, high: int) -> bool:
         """Whether every step of `low` to `high` tokens runs some forward of the portfolio."""
@@ -446,12 +444,12 @@ class Inside:
         end = inner.end_layer
         if not 1 <= num_layers <= end:
             raise CandidateError(f"{num_layers} layers were asked for; the model has {end}")
-        inner.end_layer = num_layers
+        inner.end_layer, self._is_cut = num_layers, True
         try:
-            with self._uncompiled(), self._graphs.cut(num_layers):
+            with self._graphs.cut(num_layers):
                 yield
         finally:
-            inner.end_layer = end
+            inner.end_layer, self._is_cut = end, False
 
     def _fingerprint(self, message: Mapping[str, Any]) -> wire.Message:
         return {"fingerprint": fingerprint(self._model, self._forwards.installed)}

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from engines.engine import ForwardPass, Portfolio, Scope, SwapReport, sign
+from engines.host import socket_path
 from engines.remote import RemoteEngine, control_address
 from sidecar.supervisor import EngineProcess, free_port, our_command
 
@@ -124,31 +125,14 @@ def started(
     }
     url = f"http://127.0.0.1:{port}"
     words = [*command, *flags.split(), "--port", str(port)]
-    process = EngineProcess(words, url, logs / f"{model.name}-{port}.log", environment)
+    log, control = logs / f"{model.name}-{port}.log", socket_path(control_address(url))
+    process = EngineProcess(words, url, log, environment, control, grace_s=20.0)
     try:
         process.wait_ready(400.0)
         engine = RemoteEngine(control_address(url), timeout_s)
-        wait_attached(engine)
         try:
             yield Vllm(process, engine)
         finally:
             engine.close()
     finally:
         process.close()
-
-
-def wait_attached(engine: RemoteEngine) -> None:
-    """The control socket opens a moment after `/health` answers."""
-    import time
-
-    from engines.engine import EngineGone
-
-    until_s = time.monotonic() + 60.0
-    while True:
-        try:
-            engine.info()
-            return
-        except EngineGone:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.2)
