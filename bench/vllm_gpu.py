@@ -29,6 +29,7 @@ import aiohttp
 import numpy as np
 
 from engines.engine import ForwardPass, Portfolio, Scope, sign
+from engines.inside.wire import EXPERT_COUNTS
 from engines.vllm_adapter import VllmEngine
 from engines.vllm_launch import EXTENSION, VllmProcess, parse
 
@@ -413,7 +414,7 @@ def run(kind: str, args: argparse.Namespace) -> dict[str, Any]:
         extra = ["--enable-return-routed-experts"]
     counts = {"ours": str(args.counts_every), "experts": "1"}.get(kind, "0")
     result: dict[str, Any] = {"kind": kind, "shape": args.shape}
-    with server(args, extra, {"TRIMTAB_EXPERT_COUNTS": counts}) as serving:
+    with server(args, extra, {EXPERT_COUNTS: counts}) as serving:
         result["cold_start"] = phases(serving)
         print(kind, json.dumps(result["cold_start"]), flush=True)
         if kind == "experts":

@@ -33,11 +33,10 @@ from typing import BinaryIO
 
 import psutil
 
-from engines.inside import vllm_hooks
+from engines.inside import vllm_hooks, wire
 
 EXTENSION = "engines.inside.vllm_worker.Extension"
 MIDDLEWARE = "engines.inside.vllm_server.Middleware"
-INSIDE = "TRIMTAB_INSIDE"  # the socket's path, for the middleware
 DETAILS = "--enable-prompt-tokens-details"  # `usage.prompt_tokens_details` in every answer
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -555,7 +554,7 @@ class VllmProcess:
         theirs = settings.get("PYTHONPATH")
         ours = str(inside_folder(self._folder / "path"))
         settings |= {
-            INSIDE: str(self.socket),
+            wire.SOCKET: str(self.socket),
             "PYTHONPATH": os.pathsep.join([ours, theirs] if theirs else [ours]),
         }
         tether = [sys.executable, "-I", "-S", "-c", TETHERED, str(os.getpid())]

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from engines import vllm_launch
+from engines.inside.wire import SOCKET
 from engines.vllm_launch import (
     EXTENSION,
-    INSIDE,
     MIDDLEWARE,
     VllmCommand,
     VllmLaunchError,
@@ -298,7 +298,7 @@ def vllm(tmp_path: Path) -> Path:
     """A program called vllm that does what its model is called."""
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
-    program.write_text(FAKE.format(python=sys.executable, inside=INSIDE))
+    program.write_text(FAKE.format(python=sys.executable, inside=SOCKET))
     program.chmod(0o755)
     return program
 

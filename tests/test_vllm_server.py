@@ -17,7 +17,8 @@ from fakes_vllm import FakeEngineClient, Rank
 from prometheus_client import REGISTRY, Gauge
 
 from engines.inside import vllm_server, wire
-from engines.inside.vllm_server import SOCKET, Door, Middleware
+from engines.inside.vllm_server import Door, Middleware
+from engines.inside.wire import SOCKET
 
 Message = wire.Message
 

@@ -39,7 +39,8 @@ from fakes_vllm import make_worker as make_worker
 from engines.engine import ForwardPass, Portfolio, Scope, sign
 from engines.inside import vllm_hooks, vllm_worker, wire
 from engines.inside.vllm_server import Door
-from engines.inside.vllm_worker import EXPERT_COUNTS, SOCKET, STEP_DEADLINE
+from engines.inside.vllm_worker import STEP_DEADLINE
+from engines.inside.wire import EXPERT_COUNTS, SOCKET
 
 pytestmark = pytest.mark.timeout(60, method="thread")  # a signal of its own would be ours
 

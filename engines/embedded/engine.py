@@ -54,7 +54,7 @@ from engines.engine import (
     sign,
 )
 from engines.inside.fingerprint import fingerprint
-from engines.inside.forward import Fault, Forwards
+from engines.inside.forward import Fault, Forwards, as_array
 from profiler.reservoir import Workload
 from profiler.samples import StepSample
 
@@ -427,7 +427,7 @@ class EmbeddedEngine:
         except Exception as e:
             raise CandidateError(f"{path} cannot be called: {type(e).__name__}: {e}") from e
         outs = out if isinstance(out, tuple) else (out,)
-        return tuple(_array(o) for o in outs)
+        return tuple(as_array(o) for o in outs)
 
     def _replay(
         self,
@@ -490,15 +490,6 @@ class EmbeddedEngine:
         s = self.settings
         salt = self._forwards.current.digest.encode()
         return Scheduler(pool, s.max_num_seqs, s.max_num_batched_tokens, salt)
-
-
-def _array(out: object) -> Array:
-    """A module's output as numpy. bfloat16 has no numpy type and travels as float32."""
-    if type(out) is not torch.Tensor:
-        raise CandidateError(f"a module returned {type(out).__name__}, not a plain tensor")
-    if out.dtype is torch.bfloat16:
-        out = out.float()
-    return out.contiguous().numpy()
 
 
 def _ignore(event: TokenEvent) -> None:

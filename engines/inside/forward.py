@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engines.inside import step
-from engines.inside.source import ForwardPass, Guard
+from engines.inside.source import CandidateError, ForwardPass, Guard
 
 Function = Callable[..., Any]
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where nn.Module keeps what it was given
@@ -296,6 +297,14 @@ class Forwards:
             return stock(self, *args, **kwargs)
 
         return types.MethodType(forward, module)
+
+
+def as_array(out: object) -> np.ndarray[Any, Any]:
+    """A module's output as numpy. bfloat16 has no numpy type and travels as float32."""
+    if type(out) is not torch.Tensor:
+        raise CandidateError(f"a module returned {type(out).__name__}, not a plain tensor")
+    out = out.float() if out.dtype is torch.bfloat16 else out
+    return out.detach().contiguous().cpu().numpy()
 
 
 class _Before:

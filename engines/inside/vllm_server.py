@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from prometheus_client import REGISTRY
 
 from engines.inside import wire
 
-SOCKET = "TRIMTAB_INSIDE"
 PAUSE_DEADLINE_S = 10.0
 GIVE_WAY_S = 30.0
 SLACK_S = 5.0  # the worker breaks a hang off first, where it can
@@ -50,11 +48,11 @@ class Middleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" or SOCKET not in os.environ:
+        if scope["type"] != "lifespan" or wire.SOCKET not in os.environ:
             await self._app(scope, receive, send)
             return
         engine = scope["app"].state.engine_client
-        async with Door(engine, Path(os.environ[SOCKET])):
+        async with Door(engine, Path(os.environ[wire.SOCKET])):
             await self._app(scope, receive, send)
 
 
@@ -137,9 +135,8 @@ class Door:
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def _flip(self, message: wire.Message) -> wire.Message:
-        num_pending, started_s = self._num_pending(), time.monotonic()
-        reply = await self._between_steps(message)
-        return {**reply, "num_preempted": num_pending, "flip_s": time.monotonic() - started_s}
+        num_pending = self._num_pending()
+        return {**await self._between_steps(message), "num_preempted": num_pending}
 
     async def _replay(self, message: wire.Message) -> wire.Message:
         """On an engine without requests; one that comes meanwhile waits."""

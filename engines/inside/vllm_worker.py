@@ -7,7 +7,7 @@ class's, the runner an `execute_model` that says how many tokens a step has.
 **Compiled models** keep their compiled code. A step that a portfolio serves runs the model
 uncompiled (vLLM's own `do_not_compile` switch) and, where vLLM has full CUDA graphs, from graphs
 captured under the portfolio; every other step runs what stock vLLM runs. So an engine without a
-portfolio is the stock engine, bit for bit and microsecond for microsecond.
+portfolio answers as the stock engine does, bit for bit.
 
 **Faults.** A forward that raises or hangs in Python is answered by stock in the same step, and the
 server is told, which takes the portfolio back. On several ranks the others may meanwhile wait in a
@@ -35,7 +35,7 @@ import torch
 from engines.inside import vllm_hooks, vllm_view, wire
 from engines.inside.alarm import Alarm
 from engines.inside.fingerprint import fingerprint
-from engines.inside.forward import Fault, Forwards
+from engines.inside.forward import Fault, Forwards, as_array
 from engines.inside.source import CandidateError, ForwardPass, Portfolio, Scope, sign
 from engines.inside.step import running
 from engines.inside.vllm_graphs import Graphs
@@ -44,8 +44,6 @@ from engines.inside.vllm_routed import Routed
 from engines.inside.vllm_runner import runner_of
 from engines.inside.vllm_uncompiled import Uncompiled
 
-SOCKET = "TRIMTAB_INSIDE"  # where the server inside listens
-EXPERT_COUNTS = "TRIMTAB_EXPERT_COUNTS"  # count experts in every n-th step; 0: never
 STEP_DEADLINE = "TRIMTAB_STEP_DEADLINE_S"  # of a live step under a portfolio
 SAMPLE_EVERY = 8  # live steps on a device, where the host's microseconds are the engine's
 KEPT_STEPS = 4096
@@ -100,7 +98,7 @@ class Inside:
         self._vllm = runner_of(worker)
         self._graphs = Graphs(self._vllm, self._running, self._forwards.calls)
         self._routed = Routed(
-            self._model, int(os.environ.get(EXPERT_COUNTS, "0")), self._vllm.max_num_tokens
+            self._model, int(os.environ.get(wire.EXPERT_COUNTS, "0")), self._vllm.max_num_tokens
         )
         self._replayer = Replayer(self._vllm)
         self._finite = Finite(worker.device)
@@ -151,9 +149,7 @@ class Inside:
 
     def _quiet_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Of a replay."""
-        if self._forwards.current.faults:
-            self._graphs.fall_back()
-        self._graphs.before_step(scheduler_output.num_scheduled_tokens)
+        self._prepare_graphs(scheduler_output)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         with self._running(num_tokens):
             out = self._execute(scheduler_output, *args, **kwargs)
@@ -161,22 +157,17 @@ class Inside:
         return out
 
     def _plain_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._forwards.current.faults:
-            self._graphs.fall_back()
         with self._deadline():
-            self._graphs.before_step(scheduler_output.num_scheduled_tokens)
+            self._prepare_graphs(scheduler_output)
             return self._live_step(scheduler_output, *args, **kwargs)
 
     def _counted_step(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Its output, and the experts' counts."""
-        if self._forwards.current.faults:
-            self._graphs.fall_back()
         num_tokens, from_graph = scheduler_output.total_num_scheduled_tokens, False
         self._routed.start(num_tokens)
         try:
             with self._deadline():
-                num_scheduled = scheduler_output.num_scheduled_tokens
-                from_graph = self._graphs.before_step(num_scheduled, counted=True)
+                from_graph = self._prepare_graphs(scheduler_output, counted=True)
                 self._routed.start(num_tokens)  # again: a capture counts its warm-up
                 with contextlib.nullcontext() if from_graph else self._vllm.ungraphed():
                     out = self._live_step(scheduler_output, *args, **kwargs)
@@ -184,6 +175,12 @@ class Inside:
             self._graphs.after_counted()
             load = self._routed.take(from_graph)
         return out, load
+
+    def _prepare_graphs(self, scheduler_output: Any, counted: bool = False) -> bool:
+        """Those of what answers this step. Whether it replays one that holds the counters."""
+        if self._forwards.current.faults:
+            self._graphs.fall_back()
+        return self._graphs.before_step(scheduler_output.num_scheduled_tokens, counted)
 
     def _deadline(self) -> contextlib.AbstractContextManager[None]:
         """Of a live step; stock's cost nothing."""
@@ -395,7 +392,7 @@ class Inside:
             raise CandidateError(f"{path} cannot be called: {type(e).__name__}: {e}") from e
         self._raise_fault()
         outs = out if isinstance(out, tuple) else (out,)
-        return {"outputs": [_array(o) for o in outs if o is not None]}
+        return {"outputs": [as_array(o) for o in outs if o is not None]}
 
     def _replay(self, message: Mapping[str, Any]) -> wire.Message:
         """Forced outputs from an empty KV cache, by steps as vLLM's scheduler makes them."""
@@ -435,10 +432,10 @@ class Inside:
     @contextlib.contextmanager
     def _first_layers(self, num_layers: int | None) -> Iterator[None]:
         """The fast tier: the model ends early, as a pipeline's rank does, and runs uncompiled."""
-        inner: Any = next((m for m in self._model.modules() if hasattr(m, "end_layer")), None)
         if num_layers is None:
             yield
             return
+        inner: Any = next((m for m in self._model.modules() if hasattr(m, "end_layer")), None)
         if inner is None:
             raise CandidateError("this model cannot be cut short; it has no end_layer")
         end = inner.end_layer
@@ -569,17 +566,9 @@ def _tell(note: Mapping[str, Any]) -> None:
     """Once, to the server inside; when it is gone, so is the engine."""
     with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as to:
         to.settimeout(5.0)
-        to.connect(os.environ[SOCKET])
+        to.connect(os.environ[wire.SOCKET])
         to.sendall(wire.pack(note))
         to.recv(1)
-
-
-def _array(out: object) -> np.ndarray[Any, Any]:
-    """A module's output as numpy. bfloat16 has no numpy type and travels as float32."""
-    if type(out) is not torch.Tensor:
-        raise CandidateError(f"a module returned {type(out).__name__}, not a plain tensor")
-    out = out.float() if out.dtype is torch.bfloat16 else out
-    return out.detach().contiguous().cpu().numpy()
 
 
 Operation = Callable[[Inside, Mapping[str, Any]], wire.Message]

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+SOCKET = "TRIMTAB_INSIDE"  # environment: path of the socket that the server inside opens
+EXPERT_COUNTS = "TRIMTAB_EXPERT_COUNTS"  # environment: count in every n-th step; 0: never
 Message = dict[str, Any]
 LENGTHS = struct.Struct("!IQ")
 MAX_HEADER_BYTES = 1 << 26

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from engines.vllm_launch import VllmCommand, VllmProcess
 
 TRIAL_KEY = "TRIMTAB_TRIAL_KEY"  # hex, from whoever launches a tuning engine
-EXPERT_COUNTS = "TRIMTAB_EXPERT_COUNTS"  # for what runs inside vLLM
 POLL_S = 0.2
 
 
@@ -122,10 +121,11 @@ def vllm(
     """Start the launch command behind `--`, as in `trimtab engine vllm -- vllm serve MODEL`, and
     make it swappable, until SIGTERM. Nothing of Trimtab is installed into vLLM's environment."""
     from compiler.launch import LaunchError
+    from engines.inside import wire
     from engines.vllm_launch import VllmLaunchError, VllmProcess, parse
 
     key, scope = _key(scope)
-    environment = {**os.environ, EXPERT_COUNTS: str(expert_counts_every)}
+    environment = {**os.environ, wire.EXPERT_COUNTS: str(expert_counts_every)}
     try:
         command = parse(context.args, environment)
     except VllmLaunchError as e:
