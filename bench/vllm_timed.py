@@ -102,6 +102,8 @@ class _Bench:
         if self._num_steps % self._every == 0 and self._inside._graphs.sizes:
             serial = self._inside._forwards.current.serial if with_it else 0
             self._inside._graphs.select(serial, self._inside._serves)
+        if not with_it:
+            self._inside._uncompiled.set(False)  # Trimtab leaves them until another kind of step
         self._num_steps += 1
         self._with_it = with_it
         if with_it:

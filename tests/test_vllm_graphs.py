@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -439,17 +440,32 @@ class FakeManager:
         self._candidates = {1: [ONE, PIECES], 2: [TWO, PIECES]}
         self.fails = False
 
+        self.ran: list[str] = []
+
     def capture_model(self) -> None:
         assert not self._graphs_captured
         assert gc.isenabled() is False
         if self.fails:
             raise RuntimeError("CUDA error: out of memory")
-        for descriptors in self._capture_descs.values():
-            self.graphs |= {d: f"new {d.num_tokens}" for d in descriptors}
+
+        def forward_of(descriptor: Any, warmup: bool) -> Callable[[Any], None]:
+            what = "warm-up" if warmup else "captured"
+            return lambda mode: self.ran.append(f"{what} {descriptor.num_tokens}")
+
+        self.capture(forward_of, "Capturing")
+
+    def capture(self, create_forward_fn: Any, progress_bar_desc: str) -> None:
+        for descriptor in self._capture_descs[CUDAGraphMode.FULL]:
+            for warmup in (True, False):
+                create_forward_fn(descriptor, warmup=warmup)(CUDAGraphMode.NONE)
+            self.graphs[descriptor] = f"new {descriptor.num_tokens}"
 
 
 @pytest.fixture
-def v2(on_a_device: None) -> tuple[V2, FakeManager]:
+def v2(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> tuple[V2, FakeManager]:
+    module: Any = ModuleType("vllm.v1.worker.gpu.cudagraph_utils")
+    module.CudaGraphManager = FakeManager
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     worker, manager = FakeWorker(), FakeManager()
     runner: Any = worker.model_runner
     runner.req_states, runner.cudagraph_manager = SimpleNamespace(req_id_to_index={}), manager
@@ -522,6 +538,15 @@ def test_v2_captures_one_and_chooses_it_when_it_is_installed_again(
     assert mine.graphs == {TWO: "mine", ONE: "new 1"}
     assert manager._candidates[1] == [ONE, PIECES]
     assert (manager._capture_descs[CUDAGraphMode.FULL], capturing.log) == ([TWO, ONE], DONE)
+
+
+def test_v2_captures_without_a_warm_up_where_it_may(v2: tuple[V2, FakeManager]) -> None:
+    runner, manager = v2
+    runner.install(GraphSet({}, "my pool"))
+    assert runner.capture(TWO, warm=True) == 2
+    assert runner.capture(ONE, warm=False) == 1
+    assert runner.capture(TWO, warm=True) == 2
+    assert manager.ran == ["warm-up 2", "captured 2", "captured 1", "warm-up 2", "captured 2"]
 
 
 def test_v2_goes_on_with_its_graphs_after_a_capture_that_failed(

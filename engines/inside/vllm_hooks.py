@@ -164,6 +164,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook("model runner", "vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", "swap graphs",
          attributes=("graphs", "pool", "_graphs_captured", "_capture_descs", "_candidates"),
          any_of=V2),
+    Hook("model runner", "vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager.capture",
+         "capture a graph", parameters=("create_forward_fn",), any_of=V2),
     # capturing as vLLM does at its start
     _in_graphs("vllm.config", "CUDAGraphMode", "tell full graphs from piecewise ones",
                attributes=("NONE", "FULL")),

@@ -266,10 +266,27 @@ class V2(_Either):
         manager._capture_descs = {self._full: [descriptor]}
         manager._graphs_captured = False
         try:
-            with self._capturing():
+            with self._capturing(), contextlib.nullcontext() if warm else _no_warm_up():
                 self._runner.capture_model()
         finally:
             manager._capture_descs = wanted
             manager._graphs_captured = True
         self._installed.choices = None
-        return 2  # it always warms up
+        return 1 + int(warm)
+
+
+def _no_warm_up() -> AbstractContextManager[Any]:
+    """Within, V2's manager captures a shape without running it eagerly before."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    stock = CudaGraphManager.capture
+
+    def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> None:
+        def create(descriptor: Descriptor, warmup: bool) -> Any:
+            if warmup:
+                return lambda mode: None
+            return create_forward_fn(descriptor, warmup=False)
+
+        stock(manager, create, *args, **kwargs)
+
+    return patch.object(CudaGraphManager, "capture", capture)
