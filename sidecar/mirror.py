@@ -287,7 +287,10 @@ def _note(primary: Reading, shadow: Reading) -> str:
 
 
 def _word(reason: str | None) -> str:
-    known = ("stop", "length", "tool_calls", "content_filter", "abort")
+    known = (
+        *("stop", "length", "tool_calls", "content_filter", "abort"),
+        *("end_turn", "max_tokens", "stop_sequence", "tool_use"),  # Messages
+    )
     return reason if reason in known else "other"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from sidecar.inflate import inflater
 from sidecar.sse import SseParser
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,12 @@ class Tap:
         content_encoding: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Both headers are the response's own. A compressed body is not looked into."""
-        kind = "" if content_encoding not in ("", "identity") else content_type.lower()
+        """Both headers are the response's own. Of the encodings, gzip and deflate are read."""
+        kind = content_type.lower()
+        try:
+            self._inflater = inflater(content_encoding)
+        except LookupError:
+            self._inflater, kind = None, ""
         self._sse = SseParser() if kind.startswith("text/event-stream") else None
         self._copy = bytearray() if kind.startswith("application/json") else None
         self._clock = clock
@@ -94,7 +99,11 @@ class Tap:
         self._plain = True
 
     def feed(self, chunk: bytes) -> None:
+        if self._sse is None and self._copy is None:
+            return
         try:
+            if self._inflater is not None:
+                chunk = self._inflater.feed(chunk)
             if self._sse is not None:
                 for event in self._sse.feed(chunk):
                     self._event(event.data)
@@ -157,6 +166,7 @@ class Tap:
             if isinstance(usage, dict):
                 self._usage = self._usage.updated(_usage(usage))
         self._choices(message, streamed)
+        self._finish_reason = _end(message, inner) or self._finish_reason
         if _is_typed_delta(message):
             self._plain = False
             self._token()
@@ -206,6 +216,20 @@ class Tap:
 
 
 _NOT_PLAIN = ("reasoning_content", "reasoning", "tool_calls", "function_call", "refusal", "audio")
+
+
+def _end(message: dict[str, Any], inner: dict[str, Any]) -> str | None:
+    """Why an answer of the Messages or the Responses API ended, in its own words."""
+    delta, details = message.get("delta"), inner.get("incomplete_details")
+    stopped = delta.get("stop_reason") if isinstance(delta, dict) else None
+    reason = stopped or inner.get("stop_reason")
+    if reason is None and inner.get("status") in _ENDED:
+        cut = details.get("reason") if isinstance(details, dict) else None
+        reason = cut or inner["status"]
+    return reason if isinstance(reason, str) else None
+
+
+_ENDED = ("completed", "incomplete", "failed", "cancelled")
 
 
 def _is_typed_delta(message: dict[str, Any]) -> bool:

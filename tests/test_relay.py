@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import struct
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -711,6 +712,22 @@ async def test_one_sample_says_what_the_response_said() -> None:
     assert sample.ttft_s <= sample.e2e_s
     assert len(sample.tenant) == 16
     assert p.notes.counts == [(Outcome.OK, Role.STABLE, Route.GENERATION)]
+
+
+async def test_a_compressed_stream_passes_as_it_is_and_is_sampled_all_the_same() -> None:
+    final = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
+    packer = zlib.compressobj(wbits=31)
+    packed = [
+        packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH) for event in (token("a"), final)
+    ]
+    head = SSE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+    reply = head + b"".join(chunked(part) for part in [*packed, packer.flush()]) + END
+    async with upstream(say(reply)) as engine, proxy(engine.url) as p:
+        response = await ask(p.port, closing(CHAT))
+        sample = await p.finished()
+    assert all(part in response for part in packed)
+    assert (sample.num_prompt_tokens, sample.num_output_tokens) == (9, 1)
+    assert sample.ttft_s is not None
 
 
 async def test_looking_at_the_engine_is_not_traffic() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,12 +105,14 @@ def test_a_whole_json_message_is_read_at_its_end() -> None:
 
 
 RESPONSES = [
-    {"type": "response.created", "response": {"model": "m", "usage": None}},
+    {"type": "response.created", "response": {"model": "m", "status": "in_progress"}},
     {"type": "response.output_text.delta", "delta": "a"},
     {
         "type": "response.incomplete",
         "response": {
             "model": "m",
+            "status": "incomplete",
+            "incomplete_details": {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": 7,
                 "output_tokens": 2,
@@ -126,13 +130,18 @@ MESSAGES = [
         },
     },
     {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}},
-    {"type": "message_delta", "usage": {"output_tokens": 2}},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
 ]
 
 
-@pytest.mark.parametrize("messages", [RESPONSES, MESSAGES], ids=["responses", "messages"])
-def test_other_protocols_say_their_usage_too(messages: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("messages", "end"),
+    [(RESPONSES, "max_output_tokens"), (MESSAGES, "end_turn")],
+    ids=["responses", "messages"],
+)
+def test_other_protocols_say_their_usage_and_their_end_too(messages: list[Any], end: str) -> None:
     reading = read(*messages)
+    assert reading.finish_reason == end
     assert reading.usage == Usage(7, 3, 2)
     assert (reading.model, reading.first_token_s) == ("m", 1.0)
 
@@ -168,9 +177,76 @@ def test_an_empty_answer_is_an_answer() -> None:
     assert reading.usage == Usage(2, None, 0)
 
 
-def test_a_compressed_body_is_not_looked_into() -> None:
-    tap = Tap(SSE, content_encoding="gzip")
-    tap.feed(sse(usage(5, 7)))
+@pytest.mark.parametrize(
+    ("message", "end"),
+    [
+        ({"object": "response", "status": "completed", "incomplete_details": None}, "completed"),
+        ({"object": "response", "status": "failed", "incomplete_details": 7}, "failed"),
+        ({"object": "response", "status": "queued"}, None),
+        ({"type": "message", "stop_reason": "tool_use", "content": []}, "tool_use"),
+        ({"type": "message", "stop_reason": None}, None),
+        ({"type": "message", "stop_reason": ["x"], "delta": 3}, None),
+    ],
+)
+def test_a_whole_answer_of_theirs_says_its_end(message: dict[str, Any], end: str | None) -> None:
+    tap = Tap("application/json")
+    tap.feed(json.dumps(message).encode())
+    assert tap.read().finish_reason == end
+
+
+def test_embeddings_say_their_prompt_tokens_and_nothing_is_estimated() -> None:
+    tap = Tap("application/json")
+    tap.feed(b'{"object":"list","data":[{"embedding":[0.5]}],"usage":{"prompt_tokens":5}}')
+    reading = tap.read(num_request_bytes=400)
+    assert (reading.usage, reading.estimated) == (Usage(5, None, None), False)
+
+
+STREAM = sse(delta(content="北京"), last(), usage(5, 7))
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("encoding", "packed"),
+    [
+        ("gzip", gzip.compress(STREAM)),
+        ("GZIP", gzip.compress(STREAM[:50]) + gzip.compress(STREAM[50:]) + bytes(9)),
+        ("deflate", zlib.compress(STREAM)),
+    ],
+    ids=["gzip", "two members", "deflate"],
+)
+def test_a_compressed_stream_is_read_however_it_is_cut(
+    encoding: str, packed: bytes, step: int
+) -> None:
+    tap = Tap(SSE, encoding)
+    for i in range(0, len(packed), step):
+        tap.feed(packed[i : i + step])
+    reading = tap.read()
+    assert (reading.text, reading.usage) == ("北京", Usage(5, None, 7))
+
+
+def test_a_flushed_event_is_read_at_once() -> None:
+    packer, tap = zlib.compressobj(wbits=31), Tap(SSE, "gzip", Clock())
+    for message in (delta(content="a"), delta(content="b")):
+        packed = packer.compress(sse(message)) + packer.flush(zlib.Z_SYNC_FLUSH)
+        tap.feed(packed)
+    assert tap.read().text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"),
+    [
+        ("br", STREAM),
+        ("gzip, zstd", STREAM),
+        ("gzip", STREAM),
+        ("gzip", gzip.compress(b"data: " + bytes(64 << 20))),
+        ("gzip", gzip.compress(STREAM)[:20] + b"\xff" * 50),
+    ],
+    ids=["brotli", "two encodings", "plain", "a bomb", "corrupt"],
+)
+def test_what_cannot_be_inflated_is_not_looked_into(encoding: str, packed: bytes) -> None:
+    tap = Tap(SSE, encoding)
+    tap.feed(packed)
+    tap.feed(STREAM)
     assert tap.read() == Reading()
 
 
