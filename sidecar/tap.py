@@ -107,7 +107,7 @@ class Tap:
             if self._sse is not None:
                 for event in self._sse.feed(chunk):
                     self._event(event.data)
-            elif self._copy is not None:
+            else:
                 self._keep(chunk)
         except Exception:
             self._give_up()
@@ -132,8 +132,8 @@ class Tap:
 
     @property
     def _answered(self) -> bool:
-        """An answer may be empty and yet be one."""
-        return self._num_events > 0 or self._finish_reason is not None
+        """An answer may be empty and yet be one, where its text would be read."""
+        return self._num_events > 0 or (self._plain and self._finish_reason is not None)
 
     def _give_up(self) -> None:
         log.debug("response not understood")  # its words are the user's, so no traceback
@@ -166,7 +166,8 @@ class Tap:
             if isinstance(usage, dict):
                 self._usage = self._usage.updated(_usage(usage))
         self._choices(message, streamed)
-        self._finish_reason = _end(message, inner) or self._finish_reason
+        if (end := _end(message, inner)) is not None:
+            self._finish_reason, self._plain = end, False  # its text is not read
         if _is_typed_delta(message):
             self._plain = False
             self._token()

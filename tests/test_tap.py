@@ -191,7 +191,9 @@ def test_an_empty_answer_is_an_answer() -> None:
 def test_a_whole_answer_of_theirs_says_its_end(message: dict[str, Any], end: str | None) -> None:
     tap = Tap("application/json")
     tap.feed(json.dumps(message).encode())
-    assert tap.read().finish_reason == end
+    reading = tap.read(num_request_bytes=400)
+    assert reading.finish_reason == end
+    assert (reading.text, reading.estimated) == (None, False), "what it said is not read"
 
 
 def test_embeddings_say_their_prompt_tokens_and_nothing_is_estimated() -> None:

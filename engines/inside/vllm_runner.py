@@ -65,8 +65,7 @@ class Runner(Protocol):
 
     def capture(self, descriptor: Descriptor, warm: bool) -> int:
         """Add one to the installed set, which is to be installed again after the last one. How
-        often the model's forward ran for it: a `warm` one runs eagerly first, where there is a
-        choice."""
+        often the model's forward ran for it: a `warm` one runs eagerly first."""
 
 
 def runner_of(worker: Any) -> Runner:
