@@ -18,15 +18,12 @@ import json
 import os
 import platform
 import random
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,8 @@ import httptools
 import numpy as np
 import psutil
 import uvloop
+
+from sidecar.supervisor import EngineProcess
 
 CONCURRENCY, NUM_REQUESTS = 16, 2000  # small requests a round
 NUM_STREAMS, NUM_CHUNKS = 32, 100
@@ -102,12 +101,16 @@ class Client(asyncio.Protocol):
         self._transport.close()
 
 
-async def connected(port: int, number: int) -> list[Client]:
-    loop, clients = asyncio.get_running_loop(), []
-    for _ in range(number):
-        _, client = await loop.create_connection(Client, "127.0.0.1", port)
-        clients.append(client)
-    return clients
+@asynccontextmanager
+async def connected(port: int, number: int) -> AsyncIterator[list[Client]]:
+    loop = asyncio.get_running_loop()
+    made = [await loop.create_connection(Client, "127.0.0.1", port) for _ in range(number)]
+    clients = [client for _, client in made]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
 
 
 def chat(padding: int = 0, **more: Any) -> bytes:
@@ -118,52 +121,48 @@ def chat(padding: int = 0, **more: Any) -> bytes:
 
 async def throughput(port: int, pid: int) -> Row:
     """CPU and wall time of small requests, many at once."""
-    clients, body = await connected(port, CONCURRENCY), chat(max_tokens=16)
+    body = chat(max_tokens=16)
 
     async def several(client: Client) -> None:
         for _ in range(NUM_REQUESTS // CONCURRENCY):
             await client.ask(body)
 
-    before_s, started_s = cpu_s(pid), time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for client in clients:
-            group.create_task(several(client))
-    wall_s = time.perf_counter() - started_s
-    row = {
-        "CPU µs/request": 1e6 * (cpu_s(pid) - before_s) / NUM_REQUESTS,
-        "requests/s": NUM_REQUESTS / wall_s,
-    }
-    for client in clients:
-        client.close()
-    return row
+    async with connected(port, CONCURRENCY) as clients:
+        before_s, started_s = cpu_s(pid), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(several(client))
+        wall_s = time.perf_counter() - started_s
+        return {
+            "CPU µs/request": 1e6 * (cpu_s(pid) - before_s) / NUM_REQUESTS,
+            "requests/s": NUM_REQUESTS / wall_s,
+        }
 
 
 async def streams(port: int, pid: int) -> Row:
-    clients = await connected(port, NUM_STREAMS)
     body = chat(max_tokens=NUM_CHUNKS, stream=True)
-    before_s = cpu_s(pid)
-    async with asyncio.TaskGroup() as group:
-        for client in clients:
-            group.create_task(client.ask(body))
-    row = {"CPU µs/chunk": 1e6 * (cpu_s(pid) - before_s) / (NUM_STREAMS * NUM_CHUNKS)}
-    assert len({client.num_bytes for client in clients}) == 1
-    for client in clients:
-        client.close()
-    return row
+    async with connected(port, NUM_STREAMS) as clients:
+        before_s = cpu_s(pid)
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(client.ask(body))
+        took_s = cpu_s(pid) - before_s
+        assert len({client.num_bytes for client in clients}) == 1
+        return {"CPU µs/chunk": 1e6 * took_s / (NUM_STREAMS * NUM_CHUNKS)}
 
 
 async def single(port: int) -> Row:
     """Median ms of requests that are alone, by the size of their bodies."""
-    [client], row = await connected(port, 1), {}
-    for name, (padding, number) in SINGLE.items():
-        body, took_s = chat(padding), []
-        for _ in range(number):
-            started_s = time.perf_counter()
-            await client.ask(body)
-            took_s.append(time.perf_counter() - started_s)
-        row[f"p50 ms, {name}"] = 1e3 * float(np.median(took_s))
-        row[f"p99 ms, {name}"] = 1e3 * float(np.percentile(took_s, 99))
-    client.close()
+    row: Row = {}
+    async with connected(port, 1) as [client]:
+        for name, (padding, number) in SINGLE.items():
+            body, took_s = chat(padding), []
+            for _ in range(number):
+                started_s = time.perf_counter()
+                await client.ask(body)
+                took_s.append(time.perf_counter() - started_s)
+            row[f"p50 ms, {name}"] = 1e3 * float(np.median(took_s))
+            row[f"p99 ms, {name}"] = 1e3 * float(np.percentile(took_s, 99))
     return row
 
 
@@ -199,52 +198,14 @@ def commands(args: argparse.Namespace, folder: Path) -> dict[str, tuple[int, lis
         spare += ["--prometheus-port", str(ports[name] + 1)]
         return [str(args.routers / name), *words, *where, *spare]
 
-    trimtab = [
-        sys.executable,
-        "-m",
-        "sidecar",
-        "serve",
-        "--upstream",
-        engine,
-        "--host",
-        "127.0.0.1",
-    ]
-    trimtab += ["--port", str(ports["trimtab"]), "--admin-port", str(ports["trimtab"] + 1)]
+    where = f"--host 127.0.0.1 --port {ports['trimtab']} --admin-port {ports['trimtab'] + 1}"
+    trimtab = [sys.executable, *"-m sidecar serve --upstream".split(), engine, *where.split()]
     found = {"trimtab": trimtab}
     if args.routers is not None:
         found |= {"vllm-router": router("vllm-router"), "smg": router("smg", "launch")}
     if args.nginx is not None:
         found["nginx"] = [str(args.nginx), "-e", str(folder / "error"), "-c", str(config)]
     return {name: (ports[name], words) for name, words in found.items() if Path(words[0]).exists()}
-
-
-@contextmanager
-def running(words: Sequence[str], port: int, log: Path) -> Iterator[int]:
-    """A process that answers on `port`; its id. Its whole group ends with the context."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        _wait(process, port, log)
-        yield process.pid
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(10)
-
-
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end_s = time.monotonic() + 60
-    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    while time.monotonic() < end_s and process.poll() is None:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as s:
-            s.sendall(request)
-            if s.recv(100).startswith(b"HTTP/1.1 200"):
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"{process.args!r} does not answer:\n{log.read_text()[-1000:]}")
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -273,11 +234,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         engine = [sys.executable, "-m", "bench.fake_engine", str(ENGINE)]
-        pids = {"direct": stack.enter_context(running(engine, ENGINE, folder / "engine.log"))}
-        ports = {"direct": ENGINE}
-        for who, (port, words) in commands(args, folder).items():
-            ports[who] = port
-            pids[who] = stack.enter_context(running(words, port, folder / f"{who}.log"))
+        ports, pids = {}, {}
+        for who, (port, words) in {"direct": (ENGINE, engine), **commands(args, folder)}.items():
+            process = EngineProcess(words, f"http://127.0.0.1:{port}", folder / f"{who}.log")
+            stack.callback(process.close)
+            process.wait_ready(60)
+            ports[who], pids[who] = port, process.pid
         for _ in range(args.rounds + 1):
             for who in random.sample(list(pids), len(pids)):
                 rounds[who].append(uvloop.run(measured(ports[who], pids[who])))
